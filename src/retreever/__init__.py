@@ -1,0 +1,75 @@
+"""retreever: cross attention that reads O(log n) tokens through a learned tree search.
+
+The public names, nothing else, loaded when first used: importing the package alone loads not even torch, and nothing
+ever loads triton, numba or matplotlib before it is needed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from retreever.version import __version__
+
+if TYPE_CHECKING:
+    from retreever.attention import CrossAttention, TreeCrossAttention
+    from retreever.batch import Batch, collate
+    from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
+    from retreever.models.perceiver_io import PerceiverIO
+    from retreever.models.random import RandomGuess
+    from retreever.models.retreever import ReTreever
+    from retreever.models.transformer_ca import TransformerCA
+    from retreever.objective import Loss, ObjectiveConfig
+    from retreever.ops.api import full_attention, tree_attention
+    from retreever.tree.build import Tree
+    from retreever.tree.order import leaf_order
+    from retreever.tree.plan import TreePlan
+
+__all__ = [
+    "BackendError",
+    "Batch",
+    "CheckpointError",
+    "ConfigError",
+    "CrossAttention",
+    "DataError",
+    "InputError",
+    "Loss",
+    "ObjectiveConfig",
+    "PerceiverIO",
+    "RandomGuess",
+    "ReTreever",
+    "RetreeverError",
+    "TransformerCA",
+    "Tree",
+    "TreeCrossAttention",
+    "TreePlan",
+    "__version__",
+    "collate",
+    "full_attention",
+    "leaf_order",
+    "tree_attention",
+]
+
+_HOME = {
+    "attention": ("CrossAttention", "TreeCrossAttention"),
+    "batch": ("Batch", "collate"),
+    "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
+    "models.perceiver_io": ("PerceiverIO",),
+    "models.random": ("RandomGuess",),
+    "models.retreever": ("ReTreever",),
+    "models.transformer_ca": ("TransformerCA",),
+    "objective": ("Loss", "ObjectiveConfig"),
+    "ops.api": ("full_attention", "tree_attention"),
+    "tree.build": ("Tree",),
+    "tree.order": ("leaf_order",),
+    "tree.plan": ("TreePlan",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"retreever.{module}"), name)
+    raise AttributeError(f"module 'retreever' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

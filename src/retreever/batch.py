@@ -1,0 +1,105 @@
+"""`Batch`: the one thing tasks make and models take. Context points, target points, and masks for ragged rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor, reject
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b tasks at once. Values are floats (b, n, dy) or, for symbols and classes, integers (b, n).
+
+    Attributes:
+        xc: where the context points are.
+        yc: their values.
+        xt: where predictions are wanted.
+        yt: the true values there.
+        context_mask: True where a context point is real; None means all.
+        target_mask: True where a target is real; None means all.
+    """
+
+    xc: Float[Tensor, "b n dx"]
+    yc: Shaped[Tensor, "b n *dy"]
+    xt: Float[Tensor, "b m dx"]
+    yt: Shaped[Tensor, "b m *dy"]
+    context_mask: Bool[Tensor, "b n"] | None = None
+    target_mask: Bool[Tensor, "b m"] | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: None if t is None else t.to(device) for name, t in moved.items()})
+
+    def validate(self) -> Batch:
+        """Raise `InputError` unless shapes, types, devices and values fit together; returns the batch itself."""
+        check_points("xc", self.xc, "yc", self.yc, self.context_mask)
+        check_points("xt", self.xt, "yt", self.yt, self.target_mask)
+        if self.xt.shape[0] != self.xc.shape[0] or self.xt.shape[2] != self.xc.shape[2]:
+            reject("xt", f"shape (b={self.xc.shape[0]}, m, dx={self.xc.shape[2]})", tuple(self.xt.shape))
+        check_same("xt", self.xt, "xc", self.xc)
+        return self
+
+
+def check_points(
+    x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask"
+) -> None:
+    """Points and their values: same rows, real entries finite, at least one real point per row."""
+    check_tensor(x_name, x, "b n dx")
+    check_float(x_name, x)
+    b, n = x.shape[:2]
+    if n == 0:
+        reject(x_name, "at least one point", tuple(x.shape))
+    if not isinstance(y, Tensor) or y.dim() not in (2, 3):
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        reject(y_name, f"shape (b={b}, n={n}, dy) or integers (b={b}, n={n})", got)
+    if y.dtype.is_floating_point:
+        check_tensor(y_name, y, "b n dy", b=b, n=n)
+        check_same(y_name, y, x_name, x)
+    else:
+        check_tensor(y_name, y, "b n", b=b, n=n)
+        check_same(y_name, y, x_name, x, dtype=False)
+    if mask is not None:
+        check_mask(f"{mask_name} of {x_name}", mask, "b n", b=b, n=n)
+        check_same(f"{mask_name} of {x_name}", mask, x_name, x, dtype=False)
+        check_any_real(f"{mask_name} of {x_name}", mask)
+    check_finite(x_name, x, mask)
+    if y.dtype.is_floating_point:
+        check_finite(y_name, y, mask)
+
+
+def without_padding(values: Tensor, mask: Bool[Tensor, "b n"] | None) -> Tensor:
+    """Zeros where `mask` says padding: whatever stood there, NaN included, can no longer spread."""
+    return values if mask is None else values.masked_fill(~mask.reshape(mask.shape + (1,) * (values.dim() - 2)), 0)
+
+
+def collate(rows: Sequence[Batch]) -> Batch:
+    """Stack batches of different sizes into one ragged batch, padded with zeros and masked."""
+    if not rows:
+        reject("rows", "at least one batch", "none")
+    context = [row.context_mask for row in rows]
+    target = [row.target_mask for row in rows]
+    xc, yc, context_mask = _pad([row.xc for row in rows], [row.yc for row in rows], context)
+    xt, yt, target_mask = _pad([row.xt for row in rows], [row.yt for row in rows], target)
+    return Batch(xc, yc, xt, yt, context_mask, target_mask)
+
+
+def _pad(
+    xs: Sequence[Tensor], ys: Sequence[Tensor], masks: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    length = max(x.shape[1] for x in xs)
+    real = [torch.ones_like(x[..., 0], dtype=torch.bool) if m is None else m for x, m in zip(xs, masks, strict=True)]
+    mask = torch.cat([_pad_to(r, length) for r in real])
+    x, y = torch.cat([_pad_to(x, length) for x in xs]), torch.cat([_pad_to(y, length) for y in ys])
+    return x, y, None if bool(mask.all()) else mask
+
+
+def _pad_to(tensor: Tensor, length: int) -> Tensor:
+    padding = tensor.new_zeros(tensor.shape[0], length - tensor.shape[1], *tensor.shape[2:])
+    return torch.cat([tensor, padding], dim=1)

@@ -1,0 +1,103 @@
+"""Input checks shared by all layers: each raises `InputError` naming the argument, what was expected, what came.
+
+Shape, type and device checks cost nothing and always run. Checks of *values* (NaN, all-masked rows) read the data,
+so they are skipped while a graph is being compiled or captured, where reading is impossible.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from retreever.errors import InputError
+
+
+def reject(argument: str, expected: str, got: object) -> NoReturn:
+    """Raise the one-line `InputError` used everywhere."""
+    raise InputError(f"{argument}: expected {expected}, got {got}")
+
+
+def check_int(argument: str, value: object, minimum: int) -> None:
+    """`value` must be an int (not a bool) of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        reject(argument, f"an int >= {minimum}", f"{type(value).__name__} {value!r}")
+    if value < minimum:
+        reject(argument, f"an int >= {minimum}", value)
+
+
+def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """`value` must be one of `choices`."""
+    if value not in choices:
+        reject(argument, "one of " + ", ".join(choices), repr(value))
+
+
+def check_tensor(argument: str, value: object, shape: str, **sizes: int) -> None:
+    """`value` must be a tensor whose axes are named in `shape`; an axis named in `sizes` has that length.
+
+    >>> check_tensor("query", query, "b m d", b=16, d=64)
+    """
+    if not isinstance(value, Tensor):
+        reject(argument, f"a tensor of shape ({shape.replace(' ', ', ')})", type(value).__name__)
+    axes = shape.split()
+    want = "(" + ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes) + ")"
+    if value.dim() != len(axes):
+        reject(argument, f"shape {want}", f"{value.dim()} axes {tuple(value.shape)}")
+    for axis, length in zip(axes, value.shape, strict=True):
+        if axis in sizes and sizes[axis] != length:
+            reject(argument, f"shape {want}", tuple(value.shape))
+
+
+def check_float(argument: str, value: Tensor) -> None:
+    """`value` must hold floating point numbers."""
+    if not value.dtype.is_floating_point:
+        reject(argument, "a floating point dtype", value.dtype)
+
+
+def check_mask(argument: str, mask: object, shape: str, **sizes: int) -> None:
+    """`mask` must be a bool tensor of the shape, True where a token is real."""
+    check_tensor(argument, mask, shape, **sizes)
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool:
+        reject(argument, "dtype torch.bool (True = real)", mask.dtype)
+
+
+def check_same(argument: str, value: Tensor, other: str, like: Tensor, dtype: bool = True) -> None:
+    """`value` must share device and, unless told otherwise, dtype with the tensor named `other`."""
+    if value.device != like.device:
+        reject(argument, f"the device of {other} ({like.device})", value.device)
+    if dtype and value.dtype != like.dtype:
+        reject(argument, f"the dtype of {other} ({like.dtype})", value.dtype)
+
+
+def values_readable(tensor: Tensor) -> bool:
+    """Whether values may be looked at here: not while compiling, tracing shapes or capturing a CUDA graph."""
+    if torch.compiler.is_compiling() or tensor.is_meta:
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_finite(argument: str, value: Tensor, mask: Tensor | None = None) -> None:
+    """Every real entry of `value` must be finite; `mask` (leading axes of `value`) marks the real ones."""
+    if not values_readable(value) or value.numel() == 0:
+        return
+    if mask is None:
+        # One pass without a temporary; a sum can overflow on huge finite input, so look closer before complaining.
+        if bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all()):
+            return
+    else:
+        extra = value.dim() - mask.dim()
+        real = mask.reshape(mask.shape + (1,) * extra)
+        if bool((torch.isfinite(value) | ~real).all()):
+            return
+    bad = torch.isfinite(value).logical_not()
+    reject(argument, "finite values", f"{int(bad.sum())} NaN or infinite of {value.numel()}")
+
+
+def check_any_real(argument: str, mask: Tensor) -> None:
+    """Every row of `mask` (b, n) must have at least one real token."""
+    if not values_readable(mask):
+        return
+    empty = mask.any(dim=-1).logical_not()
+    if bool(empty.any()):
+        reject(argument, "at least one real token in every row", f"{int(empty.sum())} rows with none")

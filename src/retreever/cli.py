@@ -1,0 +1,68 @@
+"""The command line. Help is quick because torch is loaded only once there is work to do."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from retreever.errors import RetreeverError
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train Cross Attention, Tree Cross Attention and Perceiver IO on the copy task and show what came out."""
+
+    out: Path = Path("runs/demo")
+    """Folder for table, pictures and JSON."""
+    n: int = 64
+    """Length of the sequences, a power of two; half of it is context."""
+    seed: int = 0
+    """Seed of weights, data and sampled paths."""
+    overwrite: bool = False
+    """Replace the files of an earlier demo in the same folder."""
+
+    def run(self) -> None:
+        """Do it and print the table."""
+        from rich.console import Console
+
+        from retreever.demo import demo_table, run_demo
+        from retreever.tasks.copy import CopyTask
+
+        outcomes = run_demo(self.out, self.n, self.seed, self.overwrite)
+        seconds = sum(o.history[-1].seconds for o in outcomes)
+        Console().print(demo_table(CopyTask(self.n), outcomes, self.seed, seconds).to_rich())
+        print(f"table, curves and the picture of one search are in {self.out}/")
+
+
+@dataclass(frozen=True)
+class Version:
+    """Print the version."""
+
+    def run(self) -> None:
+        """Do it."""
+        from retreever.version import __version__
+
+        print(__version__)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the `retreever` command; errors the library raises on purpose become one line."""
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"demo": Demo, "version": Version}, prog="retreever", args=arguments, description=__doc__
+    )
+    try:
+        command.run()
+    except RetreeverError as error:
+        print(f"retreever: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("retreever: stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What all models share: the settings of embedding, encoder and head, and how they are put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+
+from retreever.checks import check_choice, check_int
+from retreever.errors import ConfigError
+from retreever.nn.blocks import RESIDUALS, Residual
+from retreever.nn.embed import PointEmbed, SequenceEmbed
+from retreever.nn.encoders import Encoder, make_encoder
+from retreever.nn.heads import Head, make_head
+
+Inputs = Literal["points", "sequence"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Settings common to all models; the defaults are the paper's sizes.
+
+    Attributes:
+        dim_x: coordinates per point.
+        dim_y: values per context point; for sequences the number of symbols.
+        outputs: values predicted per query, or classes; 0 means `dim_y`.
+        inputs: "points" are (x, y) pairs; "sequence" is symbols at positions.
+        head: "gaussian", "bounded" (std at least 0.05), "categorical" or "point".
+        encoder: "transformer", "identity", "linformer" or "chordmixer".
+        dim: width of all tokens.
+        heads: attention heads.
+        layers: encoder layers.
+        hidden: width of feed-forward layers and of the head.
+        dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
+        residual: form of the residual connections.
+        max_tokens: longest context of encoders that are tied to positions.
+    """
+
+    dim_x: int = 1
+    dim_y: int = 1
+    outputs: int = 0
+    inputs: Inputs = "points"
+    head: Head = "gaussian"
+    encoder: Encoder = "transformer"
+    dim: int = 64
+    heads: int = 4
+    layers: int = 6
+    hidden: int = 128
+    dropout: float = 0.0
+    residual: Residual = "pre"
+    max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("dim_x", "dim_y", "dim", "heads", "hidden", "max_tokens"):
+            check_int(name, getattr(self, name), 1)
+        check_int("outputs", self.outputs, 0)
+        check_choice("inputs", self.inputs, ("points", "sequence"))
+        check_choice("residual", self.residual, RESIDUALS)
+
+    @property
+    def out(self) -> int:
+        """Values or classes predicted per query."""
+        return self.outputs or self.dim_y
+
+
+C = TypeVar("C", bound=ModelConfig)
+
+
+def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:
+    """The config given, or one made of keyword arguments; both at once is a contradiction."""
+    if config is not None and fields:
+        raise ConfigError(f"config: expected either a config or keyword arguments, got both ({', '.join(fields)})")
+    try:
+        return config if config is not None else kind(**fields)
+    except TypeError as error:
+        raise ConfigError(f"{kind.__name__}: {error}") from None
+
+
+def embedding(config: ModelConfig) -> nn.Module:
+    """Embedding of context and queries."""
+    if config.inputs == "sequence":
+        return SequenceEmbed(config.dim_y, config.dim, config.hidden, config.dropout)
+    return PointEmbed(config.dim_x, config.dim_y, config.dim)
+
+
+def encoder(config: ModelConfig) -> nn.Module:
+    """Encoder of the context."""
+    return make_encoder(
+        config.encoder,
+        config.dim,
+        config.heads,
+        config.layers,
+        config.hidden,
+        "normalised" if config.residual == "doubled" else config.residual,
+        config.dropout,
+        config.max_tokens,
+    )
+
+
+def head(config: ModelConfig) -> nn.Module:
+    """The head, behind the final norm that a pre-norm residual stream needs (the paper's code has none in use)."""
+    return make_head(config.head, config.dim, config.hidden, config.out, norm=config.residual == "pre")

@@ -1,0 +1,156 @@
+"""ReTreever: any encoder, Tree Cross Attention, a head (paper, section 3.4). Without encoder it is TCA alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from retreever.attention import Retrieval, TreeCrossAttention, TreeCrossAttentionResult
+from retreever.batch import Batch, check_points, without_padding
+from retreever.checks import check_choice, check_int
+from retreever.models.config import ModelConfig, embedding, encoder, head, resolve
+from retreever.objective import Loss, ObjectiveConfig, Reward, RewardFunction, masked_mean, reward_of, three_term_loss
+from retreever.ops.api import Impl
+from retreever.tree.aggregate import AGGREGATORS, Aggregator
+from retreever.tree.build import Tree
+from retreever.tree.order import ORDERS, Order, in_order, leaf_order
+from retreever.tree.plan import TreePlan
+
+
+@dataclass(frozen=True)
+class ReTreeverConfig(ModelConfig):
+    """Settings of ReTreever.
+
+    Attributes:
+        branch: children per tree node.
+        aggregator: how nodes summarise children.
+        detach: cut gradients between tree levels.
+        order: how tokens are laid on the leaves; "given" for sequences already in order.
+        axis: coordinate of the order "axis".
+        order_seed: of the orders "random" and "projection".
+        retrieval: "policy" searches the tree; "full" reads all leaves with the same weights.
+        impl: backend of the operator.
+        objective: the three-term loss.
+    """
+
+    branch: int = 2
+    aggregator: Aggregator = "transformer"
+    detach: bool = False
+    order: Order = "kd"
+    axis: int = 0
+    order_seed: int = 0
+    retrieval: Retrieval = "policy"
+    impl: Impl = "auto"
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("branch", self.branch, 2)
+        check_choice("aggregator", self.aggregator, AGGREGATORS)
+        check_choice("order", self.order, ORDERS)
+
+    def as_published(self) -> ReTreeverConfig:
+        """The `paper` preset: the choices of the paper's public code where this library's defaults differ.
+
+        Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, and no
+        reward baseline except minus log of the number of classes for the cross-entropy reward.
+        """
+        cross_entropy = self.objective.reward == "cross-entropy"
+        constant = -float(torch.tensor(float(self.out)).log()) if cross_entropy else 0.0
+        objective = replace(self.objective, baseline="constant" if cross_entropy else "none", constant=constant)
+        return replace(self, detach=True, residual="doubled", objective=objective)
+
+
+class ReTreever(nn.Module):
+    """Encoder, tree, search, head. `reward` may be any function (distribution, truth) -> (b, m)."""
+
+    def __init__(
+        self, config: ReTreeverConfig | None = None, *, reward: RewardFunction | None = None, **fields: Any
+    ) -> None:
+        super().__init__()
+        self.config = resolve(ReTreeverConfig, config, fields)
+        c = self.config
+        self.embed, self.encoder, self.head = embedding(c), encoder(c), head(c)
+        self.attention = TreeCrossAttention(
+            c.dim,
+            c.heads,
+            c.branch,
+            hidden=c.hidden,
+            aggregator=c.aggregator,
+            detach=c.detach,
+            retrieval=c.retrieval,
+            residual=c.residual,
+            dropout=c.dropout,
+            impl=c.impl,
+        )
+        default: Reward = "accuracy" if c.head == "categorical" else "log-likelihood"
+        self.reward: Reward | RewardFunction = reward or c.objective.reward or default
+
+    def encode(
+        self,
+        xc: Float[Tensor, "b n dx"],
+        yc: Shaped[Tensor, "b n *dy"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Tree:
+        """Order and encode a context and build its tree once; `answer` it as often as wanted."""
+        check_points("xc", xc, "yc", yc, mask)
+        c = self.config
+        tokens = self.embed.context(without_padding(xc, mask), without_padding(yc, mask))
+        if mask is not None or c.order != "given":
+            order = leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
+            tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
+        return self.attention.build(self.encoder(tokens, mask), mask)
+
+    def search(
+        self,
+        memory: Tree,
+        xt: Float[Tensor, "b m dx"],
+        noise: Float[Tensor, "b m depth"] | None = None,
+    ) -> TreeCrossAttentionResult:
+        """The search behind the predictions at `xt`: paths, selected nodes, probabilities."""
+        return self.attention(self.embed.query(xt), memory, noise)
+
+    def answer(self, memory: Tree, xt: Float[Tensor, "b m dx"]) -> Distribution:
+        """Predictions at `xt` from a prepared context."""
+        return self.head(self.search(memory, xt).output)
+
+    def predict(
+        self,
+        xc: Float[Tensor, "b n dx"],
+        yc: Shaped[Tensor, "b n *dy"],
+        xt: Float[Tensor, "b m dx"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Distribution:
+        """Predictions at `xt` given context points (xc, yc); `mask` is True where a context point is real."""
+        return self.answer(self.encode(xc, yc, mask), xt)
+
+    def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
+        """The three-term loss, mean over real targets. `noise` fixes the sampled paths."""
+        batch.validate()
+        mask = batch.target_mask
+        xt, yt = without_padding(batch.xt, mask), without_padding(batch.yt, mask)
+        memory = self.encode(batch.xc, batch.yc, batch.context_mask)
+        found, over_leaves = self.attention.with_leaves(self.embed.query(xt), memory, noise)
+        dist, full = self.head(found.output), self.head(over_leaves)
+        task = self.head.loss(dist, yt)
+        if not self.training:  # what is reported while evaluating is the task loss alone
+            return Loss.only_task(masked_mean(task, mask))
+        return three_term_loss(
+            self.config.objective,
+            task=task,
+            leaves=self.head.loss(full, yt),
+            log_prob=found.log_prob,
+            entropy=found.entropy / max(1, memory.plan.depth),
+            reward=reward_of(self.reward, dist, yt),
+            full_reward=reward_of(self.reward, full, yt),
+            mask=mask,
+        )
+
+    def tokens(self, n: int) -> int:
+        """Tokens each query attends to when the context has `n` (the paper's convention)."""
+        return n if self.config.retrieval == "full" else TreePlan(n, self.config.branch).tokens

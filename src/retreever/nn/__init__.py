@@ -1,0 +1,1 @@
+"""Building blocks: attention and feed-forward, embeddings, encoders, heads."""

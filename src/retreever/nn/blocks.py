@@ -1,0 +1,182 @@
+"""Attention, feed-forward and the residual block both cross attentions and all encoders are made of."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from retreever.checks import check_choice, check_int, reject
+
+Residual = Literal["pre", "normalised", "doubled", "none"]
+RESIDUALS: tuple[Residual, ...] = ("pre", "normalised", "doubled", "none")
+ContextNorm = Literal["none", "shared", "own"]
+CONTEXT_NORMS: tuple[ContextNorm, ...] = ("none", "shared", "own")
+
+
+class MLP(nn.Sequential):
+    """`depth` linear layers with an activation between them."""
+
+    def __init__(
+        self, width_in: int, hidden: int, width_out: int, depth: int, activation: type[nn.Module] = nn.ReLU
+    ) -> None:
+        widths = [width_in, *[hidden] * (depth - 1), width_out]
+        layers: list[nn.Module] = []
+        for left, right in pairwise(widths):
+            layers += [nn.Linear(left, right), activation()]
+        super().__init__(*layers[:-1])
+
+
+class FeedForward(nn.Module):
+    """Gated feed-forward (GEGLU): half of the hidden layer gates the other half."""
+
+    def __init__(self, dim: int, hidden: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * hidden)
+        self.down = nn.Linear(hidden, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        value, gate = self.up(x).chunk(2, dim=-1)
+        return self.dropout(self.down(value * F.gelu(gate)))
+
+
+class AttentionBlock(nn.Module):
+    """Norm, multi-head attention, residual, feed-forward. Attention itself may be done elsewhere.
+
+    `start` gives the query heads, `key_values` the keys and values of any tokens, `finish` turns attended values into
+    the block's output; `forward` does all three with plain attention between.
+
+    Args:
+        dim: width of queries and output.
+        heads: attention heads; divides `dim`.
+        kdim: width of the context; None means `dim`.
+        hidden: width of the feed-forward layer; 0 leaves it out.
+        residual: "pre" is x + f(LN x). "normalised" is LN x + f(LN x), the form of the paper's code, and "doubled" adds
+            the raw query once more, as its tree attention does. "none" has neither norm nor residual: bare
+            multi-head attention.
+        context_norm: normalise the context with a norm of its "own", the query's ("shared", for self-attention) or
+            "none".
+        dropout: on the feed-forward output and on the weights of plain attention.
+        bias: of the query, key and value projections.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kdim: int | None = None,
+        hidden: int = 0,
+        residual: Residual = "pre",
+        context_norm: ContextNorm = "none",
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout)
+        kdim = dim if kdim is None else kdim
+        self.heads, self.residual, self.dropout = heads, residual, dropout
+        self.norm = nn.Identity() if residual == "none" else nn.LayerNorm(dim)
+        self.context_norm = nn.LayerNorm(kdim) if context_norm == "own" else None
+        self.shared_norm = context_norm == "shared"
+        self.to_q = nn.Linear(dim, dim, bias=bias)
+        self.to_kv = nn.Linear(kdim, 2 * dim, bias=bias)
+        self.to_out = nn.Linear(dim, dim)
+        self.feed_norm = nn.LayerNorm(dim) if hidden and residual != "none" else nn.Identity()
+        self.feed_forward = FeedForward(dim, hidden, dropout) if hidden else None
+
+    def start(self, query: Float[Tensor, "b m d"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b m h e"]]:
+        """The normalised query and its heads."""
+        normed = self.norm(query)
+        return normed, self.to_q(normed).unflatten(-1, (self.heads, -1))
+
+    def key_values(
+        self, context: Float[Tensor, "b t c"]
+    ) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]]:
+        """Keys and values of `context`: two halves of one tensor, so a node's key and value lie side by side."""
+        if self.context_norm is not None:
+            context = self.context_norm(context)
+        elif self.shared_norm:
+            context = self.norm(context)
+        keys, values = self.to_kv(context).unflatten(-1, (2, self.heads, -1)).unbind(dim=-3)
+        return keys, values
+
+    def finish(
+        self, query: Float[Tensor, "b m d"], normed: Float[Tensor, "b m d"], attended: Float[Tensor, "b m h e"]
+    ) -> Float[Tensor, "b m d"]:
+        """Output projection, residual and feed-forward."""
+        out = self.to_out(attended.flatten(-2))
+        if self.residual == "pre":
+            out = query + out
+        elif self.residual == "normalised":
+            out = normed + out
+        elif self.residual == "doubled":
+            out = query + normed + out
+        if self.feed_forward is None:
+            return out
+        fed = self.feed_norm(out)
+        delta = self.feed_forward(fed)
+        if self.residual == "none":
+            return delta
+        return (out if self.residual == "pre" else fed) + delta
+
+    def attend(
+        self,
+        q: Float[Tensor, "b m h e"],
+        keys: Float[Tensor, "b n h e"],
+        values: Float[Tensor, "b n h e"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m h e"]:
+        """Plain attention over all tokens that `mask` calls real."""
+        out = F.scaled_dot_product_attention(
+            rearrange(q, "b m h e -> b h m e"),
+            rearrange(keys, "b n h e -> b h n e"),
+            rearrange(values, "b n h e -> b h n e"),
+            attn_mask=None if mask is None else mask[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return rearrange(out, "b h m e -> b m h e")
+
+    def forward(
+        self,
+        query: Float[Tensor, "b m d"],
+        context: Float[Tensor, "b n c"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
+        """The whole block with plain attention from `query` to `context`."""
+        normed, q = self.start(query)
+        keys, values = self.key_values(context)
+        return self.finish(query, normed, self.attend(q, keys, values, mask))
+
+
+def self_attention_block(dim: int, heads: int, hidden: int, residual: Residual, dropout: float) -> AttentionBlock:
+    """One transformer layer. With the paper code's residual, keys and values come from the raw input."""
+    return AttentionBlock(
+        dim,
+        heads,
+        hidden=hidden,
+        residual=residual,
+        context_norm="shared" if residual == "pre" else "none",
+        dropout=dropout,
+    )
+
+
+def _check_block(
+    dim: int, heads: int, kdim: int | None, hidden: int, residual: str, context_norm: str, dropout: float
+) -> None:
+    check_int("dim", dim, 1)
+    check_int("heads", heads, 1)
+    if dim % heads:
+        reject("heads", f"a divisor of dim={dim}", heads)
+    if kdim is not None:
+        check_int("kdim", kdim, 1)
+    check_int("hidden", hidden, 0)
+    check_choice("residual", residual, RESIDUALS)
+    check_choice("context_norm", context_norm, CONTEXT_NORMS)
+    if not 0.0 <= dropout < 1.0:
+        reject("dropout", "a number in [0, 1)", dropout)

@@ -1,0 +1,71 @@
+"""Embeddings: how context points and queries become tokens of width d. Each has `context(x, y)` and `query(x)`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from retreever.checks import reject, values_readable
+from retreever.nn.blocks import MLP
+
+
+class PointEmbed(nn.Module):
+    """Points of a function: (x, y) pairs as context, x alone as query (paper, appendix; depth 4 with ELU)."""
+
+    def __init__(self, dim_x: int, dim_y: int, dim: int, depth: int = 4) -> None:
+        super().__init__()
+        self.of_context = MLP(dim_x + dim_y, dim, dim, depth, nn.ELU)
+        self.of_query = MLP(dim_x, dim, dim, depth, nn.ELU)
+
+    def context(self, x: Float[Tensor, "b n dx"], y: Float[Tensor, "b n dy"]) -> Float[Tensor, "b n d"]:
+        return self.of_context(torch.cat([x, y], dim=-1))
+
+    def query(self, x: Float[Tensor, "b m dx"]) -> Float[Tensor, "b m d"]:
+        return self.of_query(x)
+
+
+class SequenceEmbed(nn.Module):
+    """Symbols at positions: context is symbol and position, a query is a position alone (copy task).
+
+    A query's symbol part is the embedding of "nothing" (the zero vector), so all it says is where it stands.
+    """
+
+    def __init__(self, vocabulary: int, dim: int, hidden: int, dropout: float = 0.0, depth: int = 4) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.of_symbol = MLP(vocabulary, dim, dim, depth, nn.ELU)
+        self.of_nothing = MLP(vocabulary, dim, dim, depth, nn.ELU)
+        self.mix_context = MLP(dim, hidden, dim, 3)
+        self.mix_query = MLP(dim, hidden, dim, 3)
+        self.positions = SinusoidalPositions(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def context(self, x: Float[Tensor, "b n 1"], y: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
+        if values_readable(y) and bool(((y < 0) | (y >= self.vocabulary)).any()):
+            reject("yc", f"symbols from 0 to {self.vocabulary - 1}", f"{int(y.min())} to {int(y.max())}")
+        symbols = self.of_symbol(F.one_hot(y, self.vocabulary).to(x.dtype))
+        return self.mix_context(self.dropout(symbols + self.positions(x)))
+
+    def query(self, x: Float[Tensor, "b m 1"]) -> Float[Tensor, "b m d"]:
+        nothing = self.of_nothing(x.new_zeros(1, 1, self.vocabulary))
+        return self.mix_query(self.dropout(nothing + self.positions(x)))
+
+
+class SinusoidalPositions(nn.Module):
+    """Sines in even, cosines in odd dimensions, wavelengths from 2 pi to 10,000 * 2 pi; any position."""
+
+    frequencies: Tensor
+
+    def __init__(self, dim: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        half = torch.arange(0, dim, 2, dtype=torch.float32)
+        self.register_buffer("frequencies", torch.exp(half * (-math.log(base) / dim)), persistent=False)
+        self.dim = dim
+
+    def forward(self, x: Float[Tensor, "b n 1"]) -> Float[Tensor, "b n d"]:
+        angle = x * self.frequencies
+        return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : self.dim]

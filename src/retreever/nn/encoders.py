@@ -1,0 +1,138 @@
+"""Encoders (b, n, d) -> (b, n, d) in front of any read-out; ReTreever takes any of them (paper, section 3.4).
+
+All take a mask and give the same result for a context alone and for the same context padded inside a batch, provided
+real tokens come first: the models see to that. Linformer and ChordMixer are tied to positions, so feed leaf order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from retreever.checks import check_choice, check_int, reject
+from retreever.nn.blocks import MLP, AttentionBlock, Residual, self_attention_block
+
+Encoder = Literal["identity", "transformer", "linformer", "chordmixer"]
+ENCODERS: tuple[Encoder, ...] = ("identity", "transformer", "linformer", "chordmixer")
+Tokens = Float[Tensor, "b n d"]
+Mask = Bool[Tensor, "b n"] | None
+
+
+class IdentityEncoder(nn.Module):
+    """No encoder: the copy task of the paper reads its embeddings directly."""
+
+    def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
+        return tokens
+
+
+class TransformerEncoder(nn.Module):
+    """Self-attention layers."""
+
+    def __init__(
+        self, dim: int, heads: int, layers: int, hidden: int, residual: Residual = "pre", dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self_attention_block(dim, heads, hidden, residual, dropout) for _ in range(layers))
+
+    def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
+        for layer in self.layers:
+            tokens = layer(tokens, tokens, mask)
+        return tokens
+
+
+class LinformerEncoder(nn.Module):
+    """Self-attention to `rank` learned mixtures of the sequence: O(n) time (Linformer, headwise sharing)."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        layers: int,
+        hidden: int,
+        residual: Residual = "pre",
+        dropout: float = 0.0,
+        rank: int = 32,
+        max_tokens: int = 512,
+    ) -> None:
+        super().__init__()
+        check_int("rank", rank, 1)
+        check_int("max_tokens", max_tokens, 1)
+        self.max_tokens = max_tokens
+        self.layers = nn.ModuleList(self_attention_block(dim, heads, hidden, residual, dropout) for _ in range(layers))
+        bound = rank**-0.5
+        self.mixers = nn.ParameterList(
+            nn.Parameter(torch.empty(2, rank, max_tokens).uniform_(-bound, bound)) for _ in range(layers)
+        )
+
+    def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
+        n = tokens.shape[1]
+        if n > self.max_tokens:
+            reject("tokens", f"at most max_tokens={self.max_tokens} tokens", n)
+        for layer, mixer in zip(self.layers, self.mixers, strict=True):
+            assert isinstance(layer, AttentionBlock)
+            normed, q = layer.start(tokens)
+            mixed = []
+            for part, weight in zip(layer.key_values(tokens), mixer[:, :, :n].unbind(), strict=True):
+                real = part if mask is None else part.masked_fill(~mask[..., None, None], 0)
+                mixed.append(torch.einsum("rn,bnhe->brhe", weight, real))
+            tokens = layer.finish(tokens, normed, layer.attend(q, *mixed))
+        return tokens
+
+
+class ChordMixerEncoder(nn.Module):
+    """Blocks of a token-wise MLP followed by a roll of each track by a power of two: O(n log n), no attention.
+
+    Rolls wrap at every sequence's own length. All blocks are applied whatever the length, so a padded batch gives what
+    its rows give alone.
+    """
+
+    def __init__(self, dim: int, hidden: int, dropout: float = 0.0, max_tokens: int = 512) -> None:
+        super().__init__()
+        check_int("max_tokens", max_tokens, 1)
+        self.max_tokens = max_tokens
+        blocks = max(1, math.ceil(math.log2(max_tokens)))
+        self.tracks = blocks + 1
+        width = self.tracks * math.ceil(dim / self.tracks)
+        self.into = nn.Linear(dim, width) if width != dim else nn.Identity()
+        self.back = nn.Linear(width, dim) if width != dim else nn.Identity()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks))
+        self.mlps = nn.ModuleList(MLP(width, hidden, width, 2, nn.GELU) for _ in range(blocks))
+        self.dropout = nn.Dropout(dropout)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
+        b, n, _ = tokens.shape
+        if n > self.max_tokens:
+            reject("tokens", f"at most max_tokens={self.max_tokens} tokens", n)
+        position = torch.arange(n, device=tokens.device)
+        length = torch.full((b,), n, device=tokens.device) if mask is None else mask.sum(dim=1)
+        shift = torch.tensor([0, *(2**i for i in range(self.tracks - 1))], device=tokens.device)
+        # Track i of position p comes from position p + 2^(i-1), modulo the length of the sequence.
+        source = (position[None, :, None] + shift) % length.clamp_min(1)[:, None, None]  # (b, n, tracks)
+        x = self.into(tokens)
+        for norm, mlp in zip(self.norms, self.mlps, strict=True):
+            mixed = self.dropout(mlp(norm(x))).unflatten(-1, (self.tracks, -1))
+            x = x + mixed.gather(1, source[..., None].expand_as(mixed)).flatten(-2)
+        return self.back(x)
+
+
+def make_encoder(
+    encoder: Encoder, dim: int, heads: int, layers: int, hidden: int, residual: Residual, dropout: float, max_tokens: int
+) -> nn.Module:
+    """The encoder of that name."""
+    check_choice("encoder", encoder, ENCODERS)
+    check_int("layers", layers, 0)
+    if encoder == "transformer":
+        return TransformerEncoder(dim, heads, layers, hidden, residual, dropout)
+    if encoder == "linformer":
+        return LinformerEncoder(dim, heads, layers, hidden, residual, dropout, max_tokens=max_tokens)
+    if encoder == "chordmixer":
+        return ChordMixerEncoder(dim, hidden, dropout, max_tokens=max_tokens)
+    return IdentityEncoder()

@@ -1,0 +1,83 @@
+"""Heads: features (b, m, d) -> a distribution per query, and the loss that goes with it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
+
+from retreever.checks import check_choice, check_int
+from retreever.nn.blocks import MLP
+
+Head = Literal["gaussian", "bounded", "categorical", "point"]
+HEADS: tuple[Head, ...] = ("gaussian", "bounded", "categorical", "point")
+
+
+class GaussianHead(nn.Module):
+    """Independent normals per output. std = exp(s), or with a floor: std = floor + (1 - floor) * softplus(s)."""
+
+    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False, floor: float | None = None) -> None:
+        super().__init__()
+        self.floor = floor
+        self.net = _predictor(dim, hidden, 2 * outputs, norm)
+
+    def forward(self, features: Float[Tensor, "b m d"]) -> Independent:
+        mean, raw = self.net(features).chunk(2, dim=-1)
+        std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
+        return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
+
+    def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
+        """Negative log-likelihood of every query, summed over outputs."""
+        return -dist.log_prob(y)
+
+
+class CategoricalHead(nn.Module):
+    """A class per query."""
+
+    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False) -> None:
+        super().__init__()
+        self.net = _predictor(dim, hidden, outputs, norm)
+
+    def forward(self, features: Float[Tensor, "b m d"]) -> Categorical:
+        return Categorical(logits=self.net(features), validate_args=False)
+
+    def loss(self, dist: Distribution, y: Int[Tensor, "b m"]) -> Float[Tensor, "b m"]:
+        """Cross entropy of every query."""
+        return -dist.log_prob(y)
+
+
+class PointHead(nn.Module):
+    """A value per query without uncertainty: a normal of unit variance, trained by squared error."""
+
+    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False) -> None:
+        super().__init__()
+        self.net = _predictor(dim, hidden, outputs, norm)
+
+    def forward(self, features: Float[Tensor, "b m d"]) -> Independent:
+        mean = self.net(features)
+        return Independent(Normal(mean, torch.ones_like(mean), validate_args=False), 1, validate_args=False)
+
+    def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
+        """Squared error of every query, summed over outputs."""
+        return (dist.mean - y).square().sum(dim=-1)
+
+
+def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False) -> nn.Module:
+    """The head of that name; "bounded" is the Gaussian with a standard deviation of at least 0.05."""
+    check_choice("head", head, HEADS)
+    check_int("outputs", outputs, 1)
+    if head == "categorical":
+        return CategoricalHead(dim, hidden, outputs, norm)
+    if head == "point":
+        return PointHead(dim, hidden, outputs, norm)
+    return GaussianHead(dim, hidden, outputs, norm, floor=0.05 if head == "bounded" else None)
+
+
+def _predictor(dim: int, hidden: int, width: int, norm: bool) -> nn.Module:
+    """Two linear layers, behind a norm when the features come from a pre-norm residual stream."""
+    layers = MLP(dim, hidden, width, 2)
+    return nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers

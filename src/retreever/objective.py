@@ -1,0 +1,161 @@
+"""Rewards, REINFORCE and the three-term loss (paper, section 3.5). Pure functions on tensors.
+
+    L = L_TCA + lambda_RL * L_RL + lambda_CA * L_CA
+    L_RL = -mean(log_prob * (R - baseline)) - alpha * mean(entropy per decision)
+
+The paper writes L_RL as something to maximise yet adds it to a loss; here it is minimised. R is one number per query,
+flattened before it meets log_prob, and never differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+
+from retreever.batch import without_padding
+from retreever.checks import check_choice, reject
+
+Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
+REWARDS: tuple[Reward, ...] = ("log-likelihood", "squared-error", "cross-entropy", "accuracy")
+Baseline = Literal["none", "constant", "batch-mean", "full"]
+BASELINES: tuple[Baseline, ...] = ("none", "constant", "batch-mean", "full")
+RewardFunction = Callable[[Distribution, Tensor], Tensor]
+PerQuery = Float[Tensor, "b m"]
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Settings of the three-term loss.
+
+    Attributes:
+        reward: what the search maximises: "log-likelihood", "squared-error" (its negative), "cross-entropy" (its
+            negative) or "accuracy"; None takes accuracy for classes and log-likelihood for values.
+        baseline: subtracted from the reward: "none", "constant" (`constant`), "batch-mean", or "full", the reward of
+            the same query read over all leaves.
+        constant: of the constant baseline.
+        lambda_rl: weight of the policy term.
+        lambda_ca: weight of the loss read over all leaves.
+        alpha: weight of the entropy bonus inside the policy term.
+    """
+
+    reward: Reward | None = None
+    baseline: Baseline = "full"
+    constant: float = 0.0
+    lambda_rl: float = 1.0
+    lambda_ca: float = 1.0
+    alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            check_choice("reward", self.reward, REWARDS)
+        check_choice("baseline", self.baseline, BASELINES)
+        for name in ("lambda_rl", "lambda_ca", "alpha"):
+            if not getattr(self, name) >= 0:
+                reject(name, "a number >= 0", getattr(self, name))
+
+
+class Loss(NamedTuple):
+    """The loss and its parts, scalars all; parts a model does not have are 0."""
+
+    total: Float[Tensor, ""]
+    task: Float[Tensor, ""]
+    policy: Float[Tensor, ""]
+    leaves: Float[Tensor, ""]
+    reward: Float[Tensor, ""]
+    entropy: Float[Tensor, ""]
+
+    @classmethod
+    def only_task(cls, task: Float[Tensor, ""]) -> Loss:
+        """The loss of a model without a search."""
+        zero = torch.zeros_like(task).detach()
+        return cls(task, task, zero, zero, zero, zero)
+
+
+def reward_of(
+    reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Tensor, "b m *dy"]
+) -> PerQuery:
+    """One reward per query, detached. `reward` may be any function (distribution, truth) -> (b, m)."""
+    with torch.no_grad():
+        value = REWARD_FUNCTIONS[reward](dist, y) if isinstance(reward, str) else reward(dist, y)
+    if value.shape != y.shape[:2]:
+        reject("reward", f"one value per query, shape {tuple(y.shape[:2])}", tuple(value.shape))
+    return value.detach()
+
+
+def accuracy(dist: Distribution, y: Tensor) -> PerQuery:
+    """1 where the most likely class is the true one, else 0."""
+    if not isinstance(dist, Categorical):
+        reject("reward", "a categorical prediction for accuracy", type(dist).__name__)
+    return (dist.logits.argmax(dim=-1) == y).to(dist.logits.dtype)
+
+
+REWARD_FUNCTIONS: dict[Reward, RewardFunction] = {
+    "log-likelihood": lambda dist, y: dist.log_prob(y),
+    "squared-error": lambda dist, y: -(dist.mean - y).square().sum(dim=-1),
+    "cross-entropy": lambda dist, y: dist.log_prob(y),
+    "accuracy": accuracy,
+}
+
+
+def masked_mean(values: PerQuery, mask: Bool[Tensor, "b m"] | None) -> Float[Tensor, ""]:
+    """Mean over real queries; what stands at the others is not read."""
+    if mask is None:
+        return values.mean()
+    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp_min(1)
+
+
+def baseline_of(
+    config: ObjectiveConfig, reward: PerQuery, full_reward: PerQuery, mask: Bool[Tensor, "b m"] | None
+) -> Tensor:
+    """What is subtracted from the reward; broadcasts against it."""
+    if config.baseline == "constant":
+        return reward.new_tensor(config.constant)
+    if config.baseline == "batch-mean":
+        return masked_mean(reward, mask)
+    if config.baseline == "full":
+        return full_reward
+    return reward.new_zeros(())
+
+
+def policy_loss(
+    log_prob: PerQuery,
+    entropy: PerQuery,
+    advantage: PerQuery,
+    alpha: float,
+    mask: Bool[Tensor, "b m"] | None = None,
+) -> Float[Tensor, ""]:
+    """REINFORCE with an entropy bonus; `advantage` is reward minus baseline, one value per query as `log_prob` is."""
+    if advantage.shape != log_prob.shape:  # they would broadcast, and every reward would credit every path
+        reject("advantage", f"the shape of log_prob {tuple(log_prob.shape)}", tuple(advantage.shape))
+    credit = without_padding(advantage.detach(), mask)  # a NaN there would turn the gradient 0 * NaN into NaN
+    return -masked_mean(log_prob * credit, mask) - alpha * masked_mean(entropy, mask)
+
+
+def three_term_loss(
+    config: ObjectiveConfig,
+    task: PerQuery,
+    leaves: PerQuery,
+    log_prob: PerQuery,
+    entropy: PerQuery,
+    reward: PerQuery,
+    full_reward: PerQuery,
+    mask: Bool[Tensor, "b m"] | None = None,
+) -> Loss:
+    """The loss of ReTreever from per-query parts; `entropy` is per decision."""
+    advantage = reward - baseline_of(config, reward, full_reward, mask)
+    policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)
+    task_mean, leaves_mean = masked_mean(task, mask), masked_mean(leaves, mask)
+    return Loss(
+        total=task_mean + config.lambda_rl * policy + config.lambda_ca * leaves_mean,
+        task=task_mean.detach(),
+        policy=policy.detach(),
+        leaves=leaves_mean.detach(),
+        reward=masked_mean(reward, mask),
+        entropy=masked_mean(entropy, mask).detach(),
+    )

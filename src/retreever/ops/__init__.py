@@ -1,0 +1,1 @@
+"""The tree attention operator: one interface, several backends."""

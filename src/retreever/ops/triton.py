@@ -1,0 +1,303 @@
+"""Tree attention on CUDA tensors: custom operators, and how the Triton kernels are launched.
+
+Without a gradient the kernel is launched at once; otherwise, and under torch.compile, the call goes through the
+custom operators below. Every launch has a fixed grid and nothing waits for the device, so all of it can be captured
+in a CUDA graph. There are no atomics: results and gradients are the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retreever.tree.plan import TreePlan
+
+try:  # triton comes with torch on Linux only
+    import triton
+
+    from retreever.ops import triton_kernels as kernels
+except ImportError:
+    triton, kernels = None, None
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def unavailable(q: Tensor) -> str | None:
+    """Why this backend cannot run on tensors like `q`; None when it can."""
+    if kernels is None:
+        return "triton is not installed"
+    if not q.is_cuda and not _interpreting():
+        return f"triton needs CUDA tensors, got {q.device}"
+    if q.dtype not in DTYPES:
+        return f"triton computes in float32 and takes float32, float16 or bfloat16, got {q.dtype}"
+    return None
+
+
+def tree_attention_triton(
+    q: Float[Tensor, "b m h e"],
+    keys: Float[Tensor, "b t h e"],
+    values: Float[Tensor, "b t h e"],
+    plan: TreePlan,
+    node_mask: Bool[Tensor, "b t"] | None,
+    noise: Float[Tensor, "b m depth"] | None,
+) -> tuple[Float[Tensor, "b m h e"], Int[Tensor, "b m"], Float[Tensor, "b m"], Float[Tensor, "b m"]]:
+    """Output, path, log_prob and entropy of every query; see `retreever.ops.api.tree_attention`."""
+    shape = (plan.branch, plan.depth, plan.block)
+    if torch.compiler.is_compiling() or type(q) is not Tensor or _needs_gradient(q, keys, values):
+        return _forward(q, keys, values, node_mask, noise, *shape)[:4]
+    return _descend(q, keys, values, node_mask, noise, *shape, save=False)[:4]  # the operator's own cost is saved
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@torch.library.custom_op("retreever::tree_attention_triton", mutates_args=())
+def _forward(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    node_mask: Tensor | None,
+    noise: Tensor | None,
+    branch: int,
+    depth: int,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _descend(q, keys, values, node_mask, noise, branch, depth, block, save=True)
+
+
+@_forward.register_fake
+def _(q: Tensor, keys: Tensor, values: Tensor, node_mask: Tensor | None, noise: Tensor | None, *shape: int) -> Forward:
+    return _new_outputs(q, save=True)
+
+
+@torch.library.custom_op("retreever::tree_attention_triton_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    node_mask: Tensor | None,
+    path: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    d_output: Tensor,
+    d_log_prob: Tensor,
+    d_entropy: Tensor,
+    branch: int,
+    depth: int,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tree = _Tree(branch, depth, block)
+    slopes = (d_output.contiguous(), d_log_prob.contiguous(), d_entropy.contiguous())
+    with _device_of(q):
+        return _gradients(_Operands(q, keys, values, node_mask), tree, path, output, lse, slopes)
+
+
+@_backward.register_fake
+def _(q: Tensor, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+    q, keys, values, node_mask, _, *ctx.shape = inputs
+    result, path, _, _, lse = output
+    ctx.mark_non_differentiable(path, lse)
+    ctx.save_for_backward(q, keys, values, node_mask, path, result, lse)
+
+
+def _differentiate(
+    ctx: Any, d_output: Tensor, d_path: None, d_log_prob: Tensor, d_entropy: Tensor, d_lse: None
+) -> tuple[Tensor | None, ...]:
+    gradients = _backward(*ctx.saved_tensors, d_output, d_log_prob, d_entropy, *ctx.shape)
+    return (*gradients, None, None, None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _Tree(NamedTuple):
+    """The plan, as the kernels need it."""
+
+    branch: int
+    depth: int
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        return int(self.branch**self.depth)
+
+    @property
+    def leaf_offset(self) -> int:
+        return int((self.branch ** (self.depth + 1) - self.branch) // (self.branch - 1))
+
+    @property
+    def widest(self) -> int:
+        """Most nodes under one parent; without a decision there are only leaves."""
+        return max(self.branch, self.block) if self.depth else self.block
+
+
+class _Operands:
+    """Tensors with their last axis dense, and their strides in the order the kernels take them."""
+
+    def __init__(self, q: Tensor, keys: Tensor, values: Tensor, node_mask: Tensor | None) -> None:
+        self.q, self.keys, self.values = _dense(q), _dense(keys), _dense(values)
+        self.mask = None if node_mask is None else _dense(node_mask)
+        (qb, qm, qh, _), (kb, kt, kh, _), (vb, vt, vh, _) = self.q.stride(), self.keys.stride(), self.values.stride()
+        # What the strides have in common is a constant of the kernel: it proves the alignment that wide loads need.
+        unit = gcd(16, qb, qm, kb, kt, vb, vt)
+        steps = (qb // unit, qm // unit, kb // unit, kt // unit, vb // unit, vt // unit)
+        self.strides = (*steps, 0 if self.mask is None else self.mask.stride(0))
+        self.unit, self.head_strides = unit, (qh, kh, vh)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self.q, self.keys, self.values, self.mask
+
+
+class _QueryTile(NamedTuple):
+    """What one program of the search or of the gradient of the queries holds."""
+
+    queries: int
+    shape: tuple[int, ...]
+    warps: int
+
+
+class _NodeTile(NamedTuple):
+    """What one program of the gradient of the nodes holds: some children, and queries in runs of `length`."""
+
+    children: int
+    length: int
+    shape: tuple[int, ...]
+    warps: int
+
+
+@lru_cache(maxsize=1024)
+def _query_tile(queries_bits: int, branch: int, widest: int, h: int, e: int) -> _QueryTile:
+    """Tile of a search: all children of a node at once if 8192 numbers hold them, else pieces of 4096.
+
+    One warp with 16 numbers per thread is best: reductions stay within it. Several queries share a program only when
+    there are enough of them to fill the processors without (16 warps on each of the 132 of an H200).
+    """
+    row = _power(h) * _power(e)
+    children = _power(widest) if _power(widest) * row <= 8192 else max(1, 4096 // row)
+    padded = max(children, _power(branch))
+    queries = 1
+    while queries * children * row <= 128 and (1 << queries_bits >> 1) // (2 * queries) >= 16 * 132 and queries < 16:
+        queries *= 2
+    return _QueryTile(queries, (queries, children, padded, _power(h), _power(e)), _warps(queries * children * row))
+
+
+@lru_cache(maxsize=1024)
+def _node_tile(widest: int, h: int, e: int) -> _NodeTile:
+    """Tile of the gradient of the nodes: few children, some queries at a time; as many partial sums as queries."""
+    row = _power(h) * _power(e)
+    children = min(_power(widest), max(1, 512 // row))
+    queries = min(2, max(1, 512 // (children * row)))
+    length = max(64, _power(widest))  # so partial sums take no more memory than the queries, level by level
+    shape = (queries, children, length, _power(h), _power(e))
+    return _NodeTile(children, length, shape, _warps(queries * children * row))
+
+
+def _power(size: int) -> int:
+    """The power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _warps(numbers: int) -> int:
+    return min(8, _power(-(-numbers // 512)))
+
+
+def _interpreting() -> bool:
+    """Whether the kernels run in Triton's interpreter, on tensors of any device (TRITON_INTERPRET=1)."""
+    return not isinstance(kernels.descend, triton.runtime.JITFunction)
+
+
+def _device_of(q: Tensor) -> AbstractContextManager[object]:
+    """Kernels start on the current device, which need not be that of the tensors."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return nullcontext()
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _new_outputs(q: Tensor, save: bool) -> Forward:
+    b, m, h, _ = q.shape
+    single = {"dtype": torch.float32, "device": q.device}
+    path = torch.empty((b, m), dtype=torch.int64, device=q.device)
+    log_prob, entropy = torch.empty((b, m), **single), torch.empty((b, m), **single)
+    return q.new_empty(q.shape), path, log_prob, entropy, torch.empty((b, m, h), **single) if save else log_prob
+
+
+def _descend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    node_mask: Tensor | None,
+    noise: Tensor | None,
+    branch: int,
+    depth: int,
+    block: int,
+    save: bool,
+) -> Forward:
+    """Launch the search. With `save` the last result is the logsumexp per head, which the gradient needs."""
+    tree, operands = _Tree(branch, depth, block), _Operands(q, keys, values, node_mask)
+    output, path, log_prob, entropy, lse = results = _new_outputs(q, save)
+    b, m, h, e = q.shape
+    tile = _query_tile((b * m).bit_length(), branch if depth else 1, tree.widest, h, e)
+    with _device_of(q):
+        kernels.descend[(-(-b * m // tile.queries),)](
+            *operands.tensors, None if noise is None else noise.contiguous(),
+            output, path, log_prob, entropy, lse if save else None,
+            b * m, m, depth, block, tree.leaf_offset, *operands.strides,
+            operands.unit, branch, h, e, *operands.head_strides, *tile.shape, num_warps=tile.warps,
+        )  # fmt: skip
+    return results
+
+
+def _gradients(
+    operands: _Operands,
+    tree: _Tree,
+    path: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    slopes: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the gradient of the queries, then that of the nodes over the queries sorted by path."""
+    q, keys, values, mask = operands.tensors
+    b, m, h, e = q.shape
+    shape = (tree.depth, tree.block, tree.leaf_offset)
+    d_q, d_keys, d_values = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, keys, values))
+    delta, stats = lse.new_empty(b, m, h), lse.new_empty(b, m, tree.depth, 2, h)
+    tile = _query_tile((b * m).bit_length(), tree.branch if tree.depth else 1, tree.widest, h, e)
+    kernels.query_gradient[(-(-b * m // tile.queries),)](
+        *operands.tensors, path, output, lse, *slopes, d_q, delta, stats,
+        b * m, m, *shape, *operands.strides,
+        operands.unit, tree.branch, h, e, *operands.head_strides, *tile.shape, num_warps=tile.warps,
+    )  # fmt: skip
+    paths, order = path.sort(dim=1, stable=True)
+    blocks = torch.arange(tree.blocks + 1, device=path.device).expand(b, -1).contiguous()
+    starts = torch.searchsorted(paths, blocks, out_int32=True)
+    nodes = _node_tile(tree.widest, h, e)
+    cuts = -(-m // nodes.length) - 1
+    partial = lse.new_empty(tree.depth + 1, cuts, b, 2, tree.widest, h, e) if cuts > 0 else delta  # never read then
+    pieces = [-(-children // nodes.children) for children in (tree.widest, tree.branch, tree.block)]
+    inner = tree.leaf_offset // tree.branch
+    programs = ((tree.depth + 1) * cuts * pieces[0], inner * pieces[1] + tree.blocks * pieces[2])
+    for parts, count in zip((True, False), programs, strict=True):
+        if count > 0:
+            kernels.node_gradient[(count * b,)](
+                q, keys, values, mask, lse, *slopes, delta, stats, paths, order, starts, partial, d_keys, d_values,
+                b, m, *shape, tree.widest, cuts, *operands.strides, parts,
+                operands.unit, tree.branch, h, e, *operands.head_strides, *nodes.shape, num_warps=nodes.warps,
+            )  # fmt: skip
+    return d_q, d_keys, d_values

@@ -1,0 +1,1 @@
+"""What a run leaves for people to read: explanations of single searches, figures and tables."""

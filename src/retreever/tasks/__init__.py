@@ -1,0 +1,1 @@
+"""Tasks: data, protocol and metric of one setting each."""

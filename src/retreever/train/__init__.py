@@ -1,0 +1,1 @@
+"""Training: settings, the loop, and what it shows while it runs."""

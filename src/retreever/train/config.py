@@ -1,0 +1,59 @@
+"""Training settings. The defaults are what trained best on training seeds; see docs/defaults.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from retreever.checks import check_choice, check_int, reject
+
+Schedule = Literal["cosine", "constant"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+        steps: optimiser steps.
+        batch: sequences or tasks per step.
+        lr: peak learning rate of Adam.
+        betas: of Adam.
+        warmup: steps over which the learning rate rises from 0.
+        schedule: "cosine" falls to 0 at the last step; "constant" stays.
+        clip: largest gradient norm; 0 leaves gradients as they are.
+        weight_decay: decoupled (AdamW).
+        seed: of weights, data and sampled paths.
+        evaluate_every: steps between looks at the validation set.
+        stop_at: stop early once the validation metric reaches this.
+    """
+
+    steps: int = 4_000
+    batch: int = 128
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup: int = 500
+    schedule: Schedule = "cosine"
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    seed: int = 0
+    evaluate_every: int = 250
+    stop_at: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluate_every"):
+            check_int(name, getattr(self, name), 1)
+        check_int("warmup", self.warmup, 0)
+        check_int("seed", self.seed, 0)
+        check_choice("schedule", self.schedule, ("cosine", "constant"))
+        if not self.lr > 0:
+            reject("lr", "a number > 0", self.lr)
+        for name in ("clip", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                reject(name, "a number >= 0", getattr(self, name))
+        if not all(0 <= beta < 1 for beta in self.betas):
+            reject("betas", "two numbers in [0, 1)", self.betas)
+
+    def as_published(self) -> TrainConfig:
+        """The optimiser of the paper's copy task: Adam at 5e-4 with betas (0.1, 0.999) and no warm-up."""
+        return replace(self, lr=5e-4, betas=(0.1, 0.999), warmup=0, schedule="cosine", clip=1.0)

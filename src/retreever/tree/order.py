@@ -1,0 +1,142 @@
+"""Leaf orders: permutations that lay similar tokens side by side (paper, section 3.1 and appendix "tree design").
+
+Every order takes coordinates x (b, n, dx) and an optional mask (b, n) and returns a permutation (b, n) with the real
+tokens first. An order is computed once per context and never touches the embeddings. All work is batched: the only
+Python loop is over the levels of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retreever.batch import without_padding
+from retreever.checks import check_choice, check_int, check_mask, check_tensor, reject
+from retreever.tree.layout import segment_of_rank
+from retreever.tree.plan import tree_depth
+
+Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projection"]
+ORDERS: tuple[Order, ...] = ("given", "axis", "kd", "kd-widest", "ball", "random", "projection")
+Coordinates = Float[Tensor, "b n dx"]
+Permutation = Int[Tensor, "b n"]
+# Given (x in current order, segment id of each token, level), the value each segment is sorted by.
+SplitKey = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def leaf_order(
+    order: Order,
+    x: Coordinates,
+    mask: Bool[Tensor, "b n"] | None = None,
+    *,
+    branch: int = 2,
+    axis: int = 0,
+    seed: int = 0,
+) -> Permutation:
+    """The permutation that puts tokens at coordinates `x` into leaf order.
+
+    Args:
+        order: "given" keeps the order (sequences, time series); "axis" sorts by one coordinate; "kd" splits at the
+            median of the axes in turn, "kd-widest" of the widest axis; "ball" splits along the farthest pair, as ball
+            trees do; "random"; "projection" sorts by x @ w with w drawn once from `seed` (ReTreever-KD-RP).
+        x: coordinates of the tokens.
+        mask: True where a token is real; others go last.
+        branch: children per node of the tree to come ("kd" and "ball" split into as many parts).
+        axis: the coordinate of "axis".
+        seed: of "random" and "projection".
+    """
+    check_choice("order", order, ORDERS)
+    check_tensor("x", x, "b n dx")
+    check_int("branch", branch, 2)
+    if mask is not None:
+        check_mask("mask", mask, "b n", b=x.shape[0], n=x.shape[1])
+        x = without_padding(x, mask)
+    if order == "given":
+        return _masked_last(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]), mask)
+    if order in ("axis", "random", "projection"):
+        return _masked_last(_flat_value(order, x, axis, seed).argsort(dim=1, stable=True), mask)
+    if x.shape[2] == 1:  # on a line, every k-d or ball tree is one sort
+        return _masked_last(x[..., 0].argsort(dim=1, stable=True), mask)
+    keys: dict[str, SplitKey] = {"kd": _cycling_axis, "kd-widest": _widest_axis, "ball": _farthest_pair}
+    return _recursive_order(x, mask, branch, keys[order])
+
+
+def in_order(values: Tensor, permutation: Permutation) -> Tensor:
+    """values (b, n, ...) with the tokens of every row in the order of `permutation`."""
+    index = permutation.reshape(permutation.shape + (1,) * (values.dim() - 2))
+    return values.gather(1, index.expand_as(values))
+
+
+def _flat_value(order: str, x: Coordinates, axis: int, seed: int) -> Float[Tensor, "b n"]:
+    """The one number per token that the flat orders sort by."""
+    if order == "axis":
+        if not 0 <= axis < x.shape[2]:
+            reject("axis", f"an axis of x, 0 to {x.shape[2] - 1}", axis)
+        return x[..., axis]
+    generator = torch.Generator().manual_seed(seed)
+    if order == "random":
+        return torch.rand(x.shape[1], generator=generator).to(x.device).expand(x.shape[:2])
+    return x @ torch.randn(x.shape[2], generator=generator).to(x)
+
+
+def _masked_last(permutation: Permutation, mask: Tensor | None) -> Permutation:
+    """Stable: real tokens keep their order and come first."""
+    if mask is None:
+        return permutation
+    return permutation.gather(1, (~mask.gather(1, permutation)).to(torch.int8).argsort(dim=1, stable=True))
+
+
+def _recursive_order(x: Coordinates, mask: Tensor | None, branch: int, split_key: SplitKey) -> Permutation:
+    """Split every segment into `branch` equal parts by `split_key`, level after level (k-d and ball trees)."""
+    b, n, dx = x.shape
+    permutation = _masked_last(torch.arange(n, device=x.device).expand(b, n), mask)
+    lengths = x.new_full((b, 1), n, dtype=torch.int64) if mask is None else mask.sum(dim=1, keepdim=True)
+    ranks = torch.arange(n, device=x.device).expand(b, n)
+    for level in range(tree_depth(n, branch)):
+        segments = branch**level
+        # A row whose own tree is no deeper than this keeps its order: the split would fall inside a leaf block.
+        active = (segments * branch < lengths) & (ranks < lengths)
+        # Padding keeps a segment of its own behind all others, so it never moves.
+        segment = torch.where(ranks < lengths, segment_of_rank(ranks, lengths, segments), segments)
+        here = x.gather(1, permutation[..., None].expand(b, n, dx))
+        value = torch.where(active, split_key(here, segment, level), 0)
+        by_value = value.argsort(dim=1, stable=True)
+        move = by_value.gather(1, segment.gather(1, by_value).argsort(dim=1, stable=True))
+        permutation = permutation.gather(1, move)
+    return permutation
+
+
+def _cycling_axis(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
+    return x[..., level % x.shape[2]]
+
+
+def _widest_axis(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
+    spread = _reduce(x, segment, "amax") - _reduce(x, segment, "amin")  # (b, n, dx), the same within a segment
+    return x.gather(2, spread.argmax(dim=2, keepdim=True))[..., 0]
+
+
+def _farthest_pair(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
+    """Project on the line through the point farthest from the centre and the point farthest from that one."""
+    first = _farthest_from(x, segment, _reduce(x, segment, "mean"))
+    second = _farthest_from(x, segment, first)
+    return ((x - first) * (second - first)).sum(dim=2)
+
+
+def _farthest_from(x: Tensor, segment: Tensor, point: Tensor) -> Tensor:
+    """Per segment, its token farthest from `point`, repeated for every token of the segment."""
+    distance = (x - point).square().sum(dim=2, keepdim=True)
+    is_farthest = distance >= _reduce(distance, segment, "amax")
+    rank = torch.arange(x.shape[1], device=x.device)[None, :, None]
+    first = _reduce(torch.where(is_farthest, rank, x.shape[1]).to(torch.int64), segment, "amin")
+    return x.gather(1, first.expand_as(x))
+
+
+def _reduce(x: Tensor, segment: Tensor, how: str) -> Tensor:
+    """Reduce x (b, n, c) within segments and hand the result back to every token."""
+    index = segment[..., None].expand_as(x)
+    size = x.shape[1] + 1
+    reduced = x.new_zeros(x.shape[0], size, x.shape[2]).scatter_reduce(1, index, x, how, include_self=False)
+    return reduced.gather(1, index)

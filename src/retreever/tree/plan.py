@@ -1,0 +1,81 @@
+"""The shape of a tree as integers: where every node lies in the flat node tensor (paper, section 3.1).
+
+Levels are numbered from the root (0). The root is never stored: nobody attends to it. Levels 1..depth have branch^l
+nodes each and are followed by the leaves, `block` of them under every node of the last level:
+
+    rows:  [ level 1 | level 2 | ... | level depth | leaves ]
+    children of node j on level l-1: rows offset(l) + j*branch ... + branch-1
+    leaves under node j of the last level: rows leaf_offset + j*block ... + block-1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from retreever.checks import check_int, reject
+
+
+def tree_depth(n: int, branch: int) -> int:
+    """Number of decisions: the largest d with branch^d <= n - 1 (0 for n <= branch), by integers alone."""
+    depth, power = 0, branch
+    while power <= n - 1:
+        depth, power = depth + 1, power * branch
+    return depth
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Shape of a balanced tree over `n` tokens.
+
+    Args:
+        n: number of context tokens, at least 1.
+        branch: children per node, at least 2.
+        block: leaf slots per leaf block (P in the paper's formulas); 0 takes the smallest that fits. Ragged batches
+            take `branch`, so that every shorter context keeps the very tree it would have alone.
+    """
+
+    n: int
+    branch: int = 2
+    block: int = 0
+    depth: int = field(init=False)
+    blocks: int = field(init=False)
+    leaf_offset: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_int("n", self.n, 1)
+        check_int("branch", self.branch, 2)
+        depth = tree_depth(self.n, self.branch)
+        blocks = self.branch**depth
+        smallest = -(-self.n // blocks)
+        check_int("block", self.block, 0)
+        if 0 < self.block < smallest:
+            reject("block", f"0 or an int >= {smallest} (n={self.n}, branch={self.branch})", self.block)
+        set_field = object.__setattr__  # the dataclass is frozen; these follow from the arguments
+        set_field(self, "block", self.block or smallest)
+        set_field(self, "depth", depth)
+        set_field(self, "blocks", blocks)
+        set_field(self, "leaf_offset", self.offset(depth + 1))
+
+    @property
+    def leaves(self) -> int:
+        """Leaf slots in all, real or padding."""
+        return self.blocks * self.block
+
+    @property
+    def nodes(self) -> int:
+        """Rows of the flat node tensor (t)."""
+        return self.leaf_offset + self.leaves
+
+    @property
+    def tokens(self) -> int:
+        """Nodes attended to per query in a full tree: rejected siblings on every level and the last leaf block."""
+        return (self.branch - 1) * self.depth + self.block
+
+    @property
+    def full(self) -> bool:
+        """Whether every leaf slot holds a token, so that nothing needs a mask."""
+        return self.leaves == self.n
+
+    def offset(self, level: int) -> int:
+        """First row of `level` (1..depth, or depth+1 for the leaves)."""
+        return (self.branch**level - self.branch) // (self.branch - 1)

@@ -1,0 +1,63 @@
+"""The selected set of a path, by arithmetic: which nodes a query attended to, and how many it cost."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from retreever.tree.plan import TreePlan
+
+
+def path_nodes(plan: TreePlan, path: Int[Tensor, "b m"]) -> Int[Tensor, "b m depth"]:
+    """Row of the node the path takes on every level 1..depth."""
+    levels = range(1, plan.depth + 1)
+    return _stack([plan.offset(level) + path // plan.branch ** (plan.depth - level) for level in levels], path)
+
+
+def selected_nodes(
+    plan: TreePlan, path: Int[Tensor, "b m"], node_mask: Bool[Tensor, "b t"] | None = None
+) -> Int[Tensor, "b m s"]:
+    """Rows of the rejected siblings on every level, then the leaves of the last block; -1 where there is none."""
+    taken = path_nodes(plan, path)[..., None]  # (b, m, depth, 1)
+    sibling = torch.arange(plan.branch - 1, device=path.device)
+    levels = range(1, plan.depth + 1)
+    offsets = torch.tensor([plan.offset(level) for level in levels], dtype=path.dtype, device=path.device)
+    first = taken - (taken - offsets[:, None]) % plan.branch  # the leftmost child of the group
+    siblings = first + sibling
+    siblings = (siblings + (siblings >= taken)).flatten(-2)  # skip the one taken
+    leaves = plan.leaf_offset + path[..., None] * plan.block + torch.arange(plan.block, device=path.device)
+    rows = torch.cat([siblings, leaves], dim=-1)
+    return rows if node_mask is None else torch.where(_real(node_mask, rows), rows, -1)
+
+
+def leaf_nodes(
+    plan: TreePlan, path: Int[Tensor, "b m"], node_mask: Bool[Tensor, "b t"] | None = None
+) -> Int[Tensor, "b m s"]:
+    """Rows of all leaves, -1 at padding: the selected set when nothing is searched."""
+    rows = torch.arange(plan.leaf_offset, plan.nodes, device=path.device).expand(*path.shape, -1)
+    return rows if node_mask is None else torch.where(_real(node_mask, rows), rows, -1)
+
+
+def tokens_read(
+    plan: TreePlan, path: Int[Tensor, "b m"], node_mask: Bool[Tensor, "b t"] | None = None
+) -> Int[Tensor, "b m"]:
+    """How many real nodes each query attended to."""
+    return (selected_nodes(plan, path, node_mask) >= 0).sum(dim=-1)
+
+
+def nodes_scored(
+    plan: TreePlan, path: Int[Tensor, "b m"], node_mask: Bool[Tensor, "b t"] | None = None
+) -> Int[Tensor, "b m"]:
+    """How many real nodes the policy scored to choose the path: the children wherever there was a choice."""
+    siblings = selected_nodes(plan, path, node_mask)[..., : plan.depth * (plan.branch - 1)]
+    rejected = (siblings.unflatten(-1, (plan.depth, plan.branch - 1)) >= 0).sum(dim=-1)
+    return (rejected + (rejected > 0)).sum(dim=-1)
+
+
+def _stack(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.stack(parts, dim=-1) if parts else like.new_empty(*like.shape, 0)
+
+
+def _real(node_mask: Tensor, rows: Tensor) -> Tensor:
+    return node_mask.gather(1, rows.flatten(1)).view_as(rows)

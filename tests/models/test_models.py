@@ -1,0 +1,299 @@
+"""All models: the same calls, the same promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+from retreever import Batch, ObjectiveConfig, PerceiverIO, ReTreever, TransformerCA, collate
+from retreever.models.retreever import ReTreeverConfig
+from retreever.nn.encoders import ENCODERS
+from retreever.nn.heads import HEADS
+from retreever.tree.order import ORDERS
+
+KINDS: tuple[type[nn.Module], ...] = (ReTreever, TransformerCA, PerceiverIO)
+# What reads its encoder, and Perceiver IO, which has none.
+WITH_ENCODERS = [*product((ReTreever, TransformerCA), ENCODERS), (PerceiverIO, "transformer")]
+models = pytest.mark.parametrize("kind", KINDS)
+models_with_encoders = pytest.mark.parametrize(("kind", "encoder"), WITH_ENCODERS)
+HOLES = pytest.mark.xfail(reason="TransformerCA.encode() does not put real tokens first, which its encoder needs")
+AUTOCAST = pytest.mark.xfail(reason="_check_query() compares latents and keys, which autocast gives another dtype")
+TINY = {"dim_x": 2, "dim_y": 3, "dim": 16, "heads": 2, "layers": 2, "hidden": 16, "max_tokens": 16}
+SYMBOLS = {"inputs": "sequence", "head": "categorical"}
+
+
+def model(kind: type[nn.Module], **settings: object) -> nn.Module:
+    """A tiny model, the same every time."""
+    torch.manual_seed(0)
+    return kind(**(TINY | settings))
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers, the same for the same shape and seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch(n: int = 11, m: int = 5, b: int = 3, head: str = "gaussian", inputs: str = "points", seed: int = 0) -> Batch:
+    """A batch that fits `model` with that head and inputs."""
+    classes = torch.Generator().manual_seed(seed + 4)
+    dim_x = 1 if inputs == "sequence" else 2
+    yc = torch.randint(3, (b, n), generator=classes) if inputs == "sequence" else rand(b, n, 3, seed=seed + 1)
+    yt = torch.randint(3, (b, m), generator=classes) if head == "categorical" else rand(b, m, 3, seed=seed + 2)
+    return Batch(rand(b, n, dim_x, seed=seed), yc, rand(b, m, dim_x, seed=seed + 3), yt)
+
+
+def ragged(where: str = "tail") -> Batch:
+    """Contexts of 1, 5 and 11 points, with 4, 6 and 3 targets; "holes" scatters the padding."""
+    rows = [batch(n, m, b=1, seed=10 * n) for n, m in ((1, 4), (5, 6), (11, 3))]
+    made = collate(rows)
+    if where == "tail":
+        return made
+    order = torch.argsort(torch.rand(3, 11, generator=torch.Generator().manual_seed(5)), dim=1)
+    xc, yc = (part.gather(1, order[..., None].expand_as(part)) for part in (made.xc, made.yc))
+    return dataclasses.replace(made, xc=xc, yc=yc, context_mask=made.context_mask.gather(1, order))
+
+
+def rows_of(whole: Batch) -> list[Batch]:
+    """Every row of a ragged batch alone, without its padding."""
+    rows = []
+    for i in range(len(whole.xc)):
+        real, wanted = whole.context_mask[i], whole.target_mask[i]
+        parts = (whole.xc[i, real], whole.yc[i, real], whole.xt[i, wanted], whole.yt[i, wanted])
+        rows.append(Batch(*(part[None] for part in parts)))
+    return rows
+
+
+def loss_and_gradients(module: nn.Module, data: Batch) -> list[Tensor]:
+    """Every part of the loss and every gradient, with the same sampled paths each time."""
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = module.loss(data)
+    loss.total.backward()
+    return [*(part.detach() for part in loss), *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return number((a - b).abs().max())
+
+
+def number(scalar: Tensor) -> float:
+    return float(scalar.detach())
+
+
+@pytest.mark.parametrize("inputs", ["points", "sequence"])
+@pytest.mark.parametrize("head", HEADS)
+@models_with_encoders
+def test_every_combination_predicts_and_trains(kind: type[nn.Module], encoder: str, head: str, inputs: str) -> None:
+    """A distribution per query, a finite loss, and a gradient for every parameter."""
+    module = model(kind, encoder=encoder, head=head, inputs=inputs, dim_x=1 if inputs == "sequence" else 2)
+    data = batch(head=head, inputs=inputs)
+    dist = module.predict(data.xc, data.yc, data.xt)
+    assert isinstance(dist, Distribution) and dist.batch_shape == (3, 5)
+    assert dist.event_shape == (() if head == "categorical" else (3,))
+    assert dist.log_prob(data.yt).shape == (3, 5)
+    loss = module.loss(data)
+    loss.total.backward()
+    assert all(part.shape == () and part.isfinite() for part in loss)
+    assert [name for name, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    # A query of a sequence is the embedding of the zero vector, which no first weight can change.
+    silent = [name for name, p in module.named_parameters() if not p.grad.any()]
+    assert silent == (["embed.of_nothing.0.weight"] if inputs == "sequence" else [])
+
+
+@models
+def test_the_default_model_trains_every_parameter(kind: type[nn.Module]) -> None:
+    module, data = kind(), batch(n=30)
+    data = Batch(data.xc[..., :1], data.yc[..., :1], data.xt[..., :1], data.yt[..., :1])
+    module.loss(data).total.backward()
+    assert [name for name, p in module.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@models
+def test_outputs_may_differ_from_context_values(kind: type[nn.Module]) -> None:
+    module, data = model(kind, outputs=7, head="categorical"), batch()
+    assert module.predict(data.xc, data.yc, data.xt).logits.shape == (3, 5, 7)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@models_with_encoders
+def test_the_smallest_contexts_work(kind: type[nn.Module], encoder: str, n: int) -> None:
+    module = model(kind, encoder=encoder)
+    assert all(part.isfinite().all() for part in loss_and_gradients(module, batch(n=n, m=1)))
+
+
+@models_with_encoders
+def test_encoding_once_and_answering_often_equals_predict(kind: type[nn.Module], encoder: str) -> None:
+    module, data = model(kind, encoder=encoder).eval(), ragged()
+    memory = module.encode(data.xc, data.yc, data.context_mask)
+    for xt in (data.xt, data.xt[:, :1], data.xt):
+        expected = module.predict(data.xc, data.yc, xt, data.context_mask)
+        assert torch.equal(module.answer(memory, xt).mean, expected.mean)
+
+
+@pytest.mark.parametrize("where", ["tail", "holes"])
+@models_with_encoders
+@torch.no_grad()
+def test_a_ragged_batch_equals_its_rows_one_by_one(
+    kind: type[nn.Module], encoder: str, where: str, request: pytest.FixtureRequest
+) -> None:
+    """Predictions to 1e-5, and the loss is the mean over all real targets."""
+    if kind is TransformerCA and encoder in ("linformer", "chordmixer") and where == "holes":
+        request.applymarker(HOLES)
+    module, whole = model(kind, encoder=encoder).eval(), ragged(where)
+    together = module.predict(whole.xc, whole.yc, whole.xt, whole.context_mask)
+    total, count = 0.0, 0
+    for i, row in enumerate(rows_of(whole)):
+        alone = module.predict(row.xc, row.yc, row.xt)
+        assert gap(together.mean[i, whole.target_mask[i]], alone.mean[0]) <= 1e-5
+        assert gap(together.stddev[i, whole.target_mask[i]], alone.stddev[0]) <= 1e-5
+        total, count = total + number(module.loss(row).task) * row.xt.shape[1], count + row.xt.shape[1]
+    assert number(module.loss(whole).task) == pytest.approx(total / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [torch.nan, 1e30])
+@pytest.mark.parametrize("where", ["tail", "holes"])
+@models_with_encoders
+def test_masked_context_and_targets_change_nothing_at_all(
+    kind: type[nn.Module], encoder: str, where: str, value: float
+) -> None:
+    """Loss and gradients differ by exactly 0.0."""
+    module, clean = model(kind, encoder=encoder), ragged(where)
+    context, target = ~clean.context_mask[..., None], ~clean.target_mask[..., None]
+    dirty = dataclasses.replace(
+        clean,
+        **{name: getattr(clean, name).masked_fill(context, value) for name in ("xc", "yc")},
+        **{name: getattr(clean, name).masked_fill(target, value) for name in ("xt", "yt")},
+    )
+    pairs = zip(loss_and_gradients(module, clean), loss_and_gradients(module, dirty), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@models
+def test_masked_symbols_may_be_anything(kind: type[nn.Module]) -> None:
+    module, data = model(kind, **SYMBOLS, dim_x=1), batch(**SYMBOLS)
+    context, target = torch.arange(11) < torch.tensor([[11], [4], [1]]), torch.arange(5) < torch.tensor([[5], [2], [1]])
+    clean = dataclasses.replace(data, context_mask=context, target_mask=target)
+    dirty = dataclasses.replace(clean, yc=data.yc.masked_fill(~context, -9), yt=data.yt.masked_fill(~target, 99))
+    pairs = zip(loss_and_gradients(module, clean), loss_and_gradients(module, dirty), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+@pytest.mark.parametrize("order", ["axis", "kd", "kd-widest", "ball"])
+@torch.no_grad()
+def test_the_order_of_a_set_does_not_matter(order: str) -> None:
+    """Models of sets give the same prediction however the context is shuffled."""
+    data, shuffle = batch(), torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    for module in (model(ReTreever, order=order), model(TransformerCA), model(PerceiverIO)):
+        module.eval()
+        one, two = (module.predict(data.xc[:, i], data.yc[:, i], data.xt).mean for i in (slice(None), shuffle))
+        assert gap(one, two) <= 1e-5
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_retreever_trains_on_every_leaf_order(order: str) -> None:
+    assert all(part.isfinite().all() for part in loss_and_gradients(model(ReTreever, order=order), ragged()))
+
+
+@pytest.mark.parametrize("data", [batch(), ragged()], ids=["equal", "ragged"])
+@torch.no_grad()
+def test_a_flat_tree_reads_what_full_retrieval_reads(data: Batch) -> None:
+    """branch >= n leaves nothing to decide: searching equals reading all leaves."""
+    search, full = (model(ReTreever, branch=11, retrieval=how).eval() for how in ("policy", "full"))
+    one, two = (m.predict(data.xc, data.yc, data.xt, data.context_mask) for m in (search, full))
+    assert gap(one.mean, two.mean) <= 1e-6 and gap(one.stddev, two.stddev) <= 1e-6
+    loss = search.train().loss(data)
+    assert float(loss.task) == pytest.approx(float(loss.leaves), rel=1e-6) and float(loss.entropy) == 0
+
+
+def test_the_loss_has_three_terms_in_training_and_one_in_evaluation() -> None:
+    objective = ObjectiveConfig(lambda_rl=0.5, lambda_ca=2.0)
+    module, data = model(ReTreever, objective=objective), batch()
+    loss = module.loss(data)
+    expected = loss.task + 0.5 * loss.policy + 2.0 * loss.leaves
+    assert gap(loss.total, expected) <= 1e-5 and min(abs(float(loss.policy)), float(loss.leaves)) > 0
+    loss = module.eval().loss(data)
+    assert torch.equal(loss.total, loss.task) and float(loss.policy) == float(loss.leaves) == 0
+
+
+def test_the_reward_may_be_any_function() -> None:
+    seen: list[tuple[Distribution, Tensor]] = []
+
+    def constant(dist: Distribution, y: Tensor) -> Tensor:
+        seen.append((dist, y))
+        return torch.full(y.shape[:2], 3.0)
+
+    data = batch()
+    module = ReTreever(ReTreeverConfig(dim_x=2, dim_y=3, dim=16, layers=1), reward=constant)
+    assert float(module.loss(data).reward) == 3.0 and len(seen) == 2 and torch.equal(seen[0][1], data.yt)
+
+
+def test_search_tells_how_predictions_came_about() -> None:
+    module, data = model(ReTreever).eval(), batch()
+    memory = module.encode(data.xc, data.yc)
+    found = module.search(memory, data.xt)
+    assert torch.equal(module.head(found.output).mean, module.answer(memory, data.xt).mean)
+    assert found.tokens == module.tokens(11) and (module.search(memory, data.xt, torch.zeros(3, 5, 3)).path == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_learns_one_batch_by_heart(kind: type[nn.Module]) -> None:
+    """Squared error falls below 2 % of where it started."""
+    module = model(kind, dim=32, hidden=32, layers=1, head="point", dim_y=1)
+    x = torch.linspace(-2, 2, 8).expand(2, 8)[..., None].expand(2, 8, 2)
+    data = Batch(x, torch.sin(2 * x[..., :1]), rand(2, 5, 2), rand(2, 5, 1, seed=1))
+    optimizer = torch.optim.Adam(module.parameters(), lr=5e-3)
+    start = number(module.eval().loss(data).task)
+    module.train()
+    for _ in range(200):
+        optimizer.zero_grad()
+        module.loss(data).total.backward()
+        optimizer.step()
+    assert number(module.eval().loss(data).task) < 0.02 * start
+
+
+def test_tokens_are_counted_as_in_the_paper() -> None:
+    """All n for plain attention, L latents for Perceiver IO, 7 to 10 of 64 to 512 for binary trees."""
+    assert [model(ReTreever).tokens(n) for n in (1, 2, 64, 128, 256, 512)] == [1, 2, 7, 8, 9, 10]
+    assert [model(ReTreever, branch=k).tokens(256) for k in (256, 32, 16, 8)] == [256, 39, 31, 18]
+    assert model(ReTreever, retrieval="full").tokens(100) == model(TransformerCA).tokens(100) == 100
+    assert model(PerceiverIO, latents=7).tokens(1000) == 7
+
+
+def test_perceiver_reads_the_context_in_every_block_or_once() -> None:
+    iterative, once = model(PerceiverIO, layers=3, latents=5), model(PerceiverIO, layers=3, iterative=False)
+    assert len(iterative.distil) == len(iterative.mix) == len(once.mix) == 3 and len(once.distil) == 1
+    assert iterative.latents.shape == (5, 16)
+    assert iterative.encode(batch().xc, batch().yc).keys.shape[1] == 5
+
+
+@models
+def test_a_config_and_keyword_arguments_make_the_same_model(kind: type[nn.Module]) -> None:
+    """And a state dict moves one to the other, bit by bit."""
+    by_name = model(kind)
+    by_config = kind(by_name.config)
+    by_config.load_state_dict(by_name.state_dict())
+    one, two = (m.eval().predict(batch().xc, batch().yc, batch().xt).mean for m in (by_name, by_config))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kind", [ReTreever, TransformerCA, pytest.param(PerceiverIO, marks=AUTOCAST)])
+def test_autocast_trains(kind: type[nn.Module]) -> None:
+    module, data = model(kind), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = module.loss(data).total
+    loss.backward()
+    assert loss.isfinite() and all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@models
+def test_double_precision_agrees(kind: type[nn.Module]) -> None:
+    module, data = model(kind), batch()
+    single = module.eval().predict(data.xc, data.yc, data.xt).mean
+    double = module.double().predict(data.xc.double(), data.yc.double(), data.xt.double()).mean
+    assert double.dtype == torch.float64 and gap(single.double(), double) <= 1e-4

@@ -1,0 +1,244 @@
+"""Bad input: every mistake is refused by one line that names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import retreever
+from retreever import (
+    Batch,
+    ConfigError,
+    CrossAttention,
+    InputError,
+    ObjectiveConfig,
+    PerceiverIO,
+    RetreeverError,
+    ReTreever,
+    TransformerCA,
+    TreeCrossAttention,
+    TreePlan,
+    collate,
+    full_attention,
+    leaf_order,
+    tree_attention,
+)
+from retreever.models.retreever import ReTreeverConfig
+from retreever.tasks.copy import CopyTask
+
+Case = tuple[Callable[..., object], str, str, str]  # the call, the argument it names, what it expected, what it got
+MODELS = (ReTreever, TransformerCA, PerceiverIO)
+TINY = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
+
+torch.manual_seed(0)
+plain, tca = CrossAttention(16, 4), TreeCrossAttention(16, 4)
+context, query, real = torch.randn(2, 9, 16), torch.randn(2, 3, 16), torch.ones(2, 9, dtype=torch.bool)
+tree, noise, plan = tca.build(context), torch.rand(2, 3, 3), TreePlan(9)
+q, nodes = torch.randn(2, 3, 4, 4), torch.randn(2, plan.nodes, 4, 4)
+xc, yc, xt, yt = torch.randn(2, 9, 1), torch.randn(2, 9, 1), torch.randn(2, 3, 1), torch.randn(2, 3, 1)
+symbols, classes = torch.zeros(2, 9, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+
+
+def batch(**parts: Tensor | None) -> Batch:
+    """A good batch but for the parts given."""
+    return Batch(**({"xc": xc, "yc": yc, "xt": xt, "yt": yt} | parts))
+
+
+def meta(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def bug(call: Callable[..., object], argument: str, expected: str, got: str) -> Any:
+    """A case the library does not refuse as it should yet."""
+    return pytest.param(call, argument, expected, got, marks=pytest.mark.xfail(reason="not refused as it should be"))
+
+
+def check(call: Callable[[], object], argument: str, expected: str, got: str) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    name, _, rest = str(caught.value).partition(": expected ")
+    wanted, _, came = rest.rpartition(", got ")
+    assert "\n" not in str(caught.value)
+    assert name == argument and expected in wanted and got in came
+
+
+MODULES: list[Case] = [
+    (lambda: CrossAttention(16.0), "dim", "an int >= 1", "float 16.0"),
+    (lambda: CrossAttention(0), "dim", "an int >= 1", "0"),
+    (lambda: CrossAttention(16, True), "heads", "an int >= 1", "bool True"),
+    (lambda: CrossAttention(16, 0), "heads", "an int >= 1", "0"),
+    (lambda: CrossAttention(16, 3), "heads", "a divisor of dim=16", "3"),
+    (lambda: CrossAttention(16, kdim=0), "kdim", "an int >= 1", "0"),
+    (lambda: CrossAttention(16, hidden=-1), "hidden", "an int >= 0", "-1"),
+    (lambda: CrossAttention(16, dropout=1.0), "dropout", "a number in [0, 1)", "1.0"),
+    (lambda: CrossAttention(16, dropout=-0.1), "dropout", "a number in [0, 1)", "-0.1"),
+    (lambda: CrossAttention(16, dropout=float("nan")), "dropout", "a number in [0, 1)", "nan"),
+    bug(lambda: CrossAttention(16, dropout="0.1"), "dropout", "a number in [0, 1)", "0.1"),
+    (lambda: CrossAttention(16, residual="post"), "residual", "one of pre, normalised, doubled, none", "'post'"),
+    (lambda: TreeCrossAttention(16, branch=1), "branch", "an int >= 2", "1"),
+    (lambda: TreeCrossAttention(16, branch=True), "branch", "an int >= 2", "bool True"),
+    (lambda: TreeCrossAttention(16, branch=2.0), "branch", "an int >= 2", "float 2.0"),
+    (lambda: TreeCrossAttention(16, aggregator="max"), "aggregator", "one of transformer, mean", "'max'"),
+    (lambda: TreeCrossAttention(16, aggregator=None), "aggregator", "one of transformer, mean", "None"),
+    (lambda: TreeCrossAttention(16, aggregator=nn.Linear), "aggregator", "one of transformer, mean", "Linear"),
+    (lambda: TreeCrossAttention(16, retrieval="all"), "retrieval", "one of policy, full", "'all'"),
+    (lambda: TreeCrossAttention(16, kdim=10), "heads", "a divisor of kdim=10", "4"),
+    bug(lambda: TreeCrossAttention(16, impl="cuda"), "impl", "one of auto, reference", "'cuda'"),
+]
+BUILD: list[Case] = [
+    case
+    for module in (plain, tca)
+    for case in (
+        (lambda m=module: m.build([[1.0]]), "context", "a tensor of shape (b, n, c)", "list"),
+        (lambda m=module: m.build(context[0]), "context", "shape (b, n, c=16)", "2 axes (9, 16)"),
+        (lambda m=module: m.build(context[..., :8]), "context", "shape (b, n, c=16)", "(2, 9, 8)"),
+        (lambda m=module: m.build(context.long()), "context", "a floating point dtype", "torch.int64"),
+        (lambda m=module: m.build(context.double()), "context", "the dtype of the weights", "torch.float64"),
+        (lambda m=module: m.build(context / 0), "context", "finite values", "288 NaN or infinite of 288"),
+        (lambda m=module: m.build(context * torch.nan), "context", "finite values", "288 NaN or infinite of 288"),
+        (lambda m=module: m.build(context, [True]), "mask", "a tensor of shape (b, n)", "list"),
+        (lambda m=module: m.build(context, real[0]), "mask", "shape (b=2, n=9)", "1 axes (9,)"),
+        (lambda m=module: m.build(context, real[:, :5]), "mask", "shape (b=2, n=9)", "(2, 5)"),
+        (lambda m=module: m.build(context, real.float()), "mask", "dtype torch.bool (True = real)", "torch.float32"),
+        (lambda m=module: m.build(context, ~real), "mask", "at least one real token in every row", "2 rows with none"),
+        (lambda m=module: m.build(context, meta(real)), "mask", "the device of context (cpu)", "meta"),
+        bug(lambda m=module: m.build(meta(context)), "context", "the device of the weights (cpu)", "meta"),
+    )
+]
+BUILD += [
+    (lambda: plain.build(context[:, :0]), "context", "at least one token", "(2, 0, 16)"),
+    bug(lambda: tca.build(context[:, :0]), "context", "at least one token", "(2, 0, 16)"),
+]
+CALL: list[Case] = [
+    case
+    for module, memory in ((plain, plain.build(context)), (tca, tree))
+    for case in (
+        (lambda m=module, t=memory: m([1.0], t), "query", "a tensor of shape (b, m, d)", "list"),
+        (lambda m=module, t=memory: m(query[0], t), "query", "shape (b=2, m, d=16)", "2 axes (3, 16)"),
+        (lambda m=module, t=memory: m(query[:1], t), "query", "shape (b=2, m, d=16)", "(1, 3, 16)"),
+        (lambda m=module, t=memory: m(query[..., :8], t), "query", "shape (b=2, m, d=16)", "(2, 3, 8)"),
+        (lambda m=module, t=memory: m(query.long(), t), "query", "a floating point dtype", "torch.int64"),
+        (lambda m=module, t=memory: m(query.double(), t), "query", "the dtype of the weights", "torch.float64"),
+        (lambda m=module, t=memory: m(query / 0, t), "query", "finite values", "96 NaN or infinite of 96"),
+        bug(lambda m=module, t=memory: m(meta(query), t), "query", "the device of", "meta"),
+    )
+]
+CALL += [
+    (lambda: plain(query, None), "context", "a tensor of shape (b, n, c)", "NoneType"),
+    (lambda: plain(query, tree), "context", "a tensor of shape (b, n, c)", "Tree"),
+    bug(lambda: plain(query, CrossAttention(16, 2).build(context)), "context", "4 heads", "2"),
+    (lambda: tca(query, context), "tree", "a Tree made by build()", "Tensor"),
+    (lambda: tca(query, plain.build(context)), "tree", "a Tree made by build()", "KeyValues"),
+    (lambda: tca(query, TreeCrossAttention(16, 2).build(context)), "keys", "h=4, e=4", "2, 8)"),
+    (lambda: tca(query, tree, noise[..., :1]), "noise", "shape (b=2, m=3, depth=3)", "(2, 3, 1)"),
+    (lambda: tca(query, tree, noise.long()), "noise", "a floating point dtype", "torch.int64"),
+    (lambda: tca(query, tree, meta(noise)), "noise", "the device of q (cpu)", "meta"),
+    (lambda: tca(query, tree, [0.5]), "noise", "a tensor of shape (b, m, depth)", "list"),
+    bug(lambda: tca(query, tree, noise * torch.nan), "noise", "finite values", "18"),
+]
+OPERATORS: list[Case] = [
+    (lambda: TreePlan(0), "n", "an int >= 1", "0"),
+    (lambda: TreePlan(True), "n", "an int >= 1", "bool True"),
+    (lambda: TreePlan(4, 1), "branch", "an int >= 2", "1"),
+    (lambda: TreePlan(4, 2, 1), "block", "0 or an int >= 2 (n=4, branch=2)", "1"),
+    (lambda: tree_attention(q, nodes, nodes, 9), "plan", "a TreePlan", "int"),
+    (lambda: tree_attention(q[0], nodes, nodes, plan), "q", "shape (b, m, h, e)", "3 axes (3, 4, 4)"),
+    (lambda: tree_attention(q.long(), nodes, nodes, plan), "q", "a floating point dtype", "torch.int64"),
+    (lambda: tree_attention(q, nodes[:, 1:], nodes, plan), "keys", "shape (b=2, t=30, h=4, e=4)", "(2, 29, 4, 4)"),
+    (lambda: tree_attention(q, nodes, nodes.double(), plan), "values", "the dtype of q", "torch.float64"),
+    (lambda: tree_attention(q, meta(nodes), nodes, plan), "keys", "the device of q (cpu)", "meta"),
+    (lambda: tree_attention(q, nodes, nodes, plan, real), "node_mask", "shape (b=2, t=30)", "(2, 9)"),
+    (lambda: tree_attention(q, nodes, nodes, plan, impl="fast"), "impl", "one of auto, reference", "'fast'"),
+    (lambda: full_attention(q, nodes, nodes[..., :2], plan), "values", "shape (b=2, t=30, h=4, e=4)", "(2, 30, 4, 2)"),
+    (lambda: leaf_order("hilbert", xc), "order", "one of given, axis, kd", "'hilbert'"),
+    (lambda: leaf_order("axis", xc, axis=1), "axis", "an axis of x, 0 to 0", "1"),
+    (lambda: leaf_order("kd", xc, branch=1), "branch", "an int >= 2", "1"),
+    (lambda: leaf_order("kd", xc[0]), "x", "shape (b, n, dx)", "2 axes (9, 1)"),
+    (lambda: leaf_order("kd", xc, real.int()), "mask", "dtype torch.bool", "torch.int32"),
+    bug(lambda: leaf_order("kd", xc, meta(real)), "mask", "the device of x (cpu)", "meta"),
+]
+BATCHES: list[Case] = [
+    (lambda: batch(xc=xc[0]).validate(), "xc", "shape (b, n, dx)", "2 axes (9, 1)"),
+    (lambda: batch(xc=xc.long()).validate(), "xc", "a floating point dtype", "torch.int64"),
+    (lambda: batch(xc=xc[:, :0], yc=yc[:, :0]).validate(), "xc", "at least one point", "(2, 0, 1)"),
+    (lambda: batch(yc=yc[:, :5]).validate(), "yc", "shape (b=2, n=9, dy)", "(2, 5, 1)"),
+    (lambda: batch(yc=None).validate(), "yc", "shape (b=2, n=9, dy) or integers (b=2, n=9)", "NoneType"),
+    (lambda: batch(yc=yc.double()).validate(), "yc", "the dtype of xc (torch.float32)", "torch.float64"),
+    (lambda: batch(yc=yc.long()).validate(), "yc", "shape (b=2, n=9)", "3 axes (2, 9, 1)"),
+    (lambda: batch(yc=symbols[:1]).validate(), "yc", "shape (b=2, n=9)", "(1, 9)"),
+    (lambda: batch(xt=xt[:1], yt=yt[:1]).validate(), "xt", "shape (b=2, m, dx=1)", "(1, 3, 1)"),
+    (lambda: batch(xt=xt.repeat(1, 1, 2)).validate(), "xt", "shape (b=2, m, dx=1)", "(2, 3, 2)"),
+    (lambda: batch(xt=meta(xt), yt=meta(yt)).validate(), "xt", "the device of xc (cpu)", "meta"),
+    (lambda: batch(yt=yt / 0).validate(), "yt", "finite values", "6 NaN or infinite of 6"),
+    (lambda: batch(context_mask=real.int()).validate(), "mask of xc", "dtype torch.bool", "torch.int32"),
+    (lambda: batch(context_mask=~real).validate(), "mask of xc", "at least one real token", "2 rows with none"),
+    (lambda: batch(target_mask=real).validate(), "mask of xt", "shape (b=2, n=3)", "(2, 9)"),
+    (lambda: collate([]), "rows", "at least one batch", "none"),
+    bug(lambda: collate([batch(), 1]), "rows", "Batch", "int"),
+    bug(lambda: collate([batch(), batch(yc=symbols)]), "yc", "(b, n, dy=1)", "(2, 9)"),
+    bug(lambda: collate([batch(), batch(xc=xc.repeat(1, 1, 2))]), "xc", "dx=1", "(2, 9, 2)"),
+    bug(lambda: collate([batch(), batch(xc=xc.double())]), "xc", "torch.float32", "torch.float64"),
+    (lambda: CopyTask(100), "n", "a power of two from 4 to 32768", "100"),
+    bug(lambda: CopyTask(64).sample(-1, torch.Generator()), "size", "an int >= 1", "-1"),
+]
+CONFIGS: list[Case] = [
+    (lambda: TransformerCA(head="beta"), "head", "one of gaussian, bounded, categorical, point", "'beta'"),
+    (lambda: TransformerCA(encoder="gru"), "encoder", "one of identity, transformer, linformer, chordmixer", "'gru'"),
+    (lambda: TransformerCA(inputs="image"), "inputs", "one of points, sequence", "'image'"),
+    (lambda: TransformerCA(dim_y=0), "dim_y", "an int >= 1", "0"),
+    (lambda: TransformerCA(outputs=-1), "outputs", "an int >= 0", "-1"),
+    (lambda: TransformerCA(heads=3), "heads", "a divisor of dim=64", "3"),
+    (lambda: TransformerCA(layers=-1), "layers", "an int >= 0", "-1"),
+    (lambda: TransformerCA(dropout=1.5), "dropout", "a number in [0, 1)", "1.5"),
+    bug(lambda: PerceiverIO(layers=-1), "layers", "an int >= 0", "-1"),
+    (lambda: PerceiverIO(latents=0), "latents", "an int >= 1", "0"),
+    (lambda: ReTreever(residual="post"), "residual", "one of pre, normalised, doubled, none", "'post'"),
+    (lambda: ReTreever(branch=1), "branch", "an int >= 2", "1"),
+    (lambda: ReTreever(aggregator="sum"), "aggregator", "one of transformer, mean", "'sum'"),
+    (lambda: ReTreever(order="hilbert"), "order", "one of given, axis, kd", "'hilbert'"),
+    (lambda: ReTreever(retrieval="some"), "retrieval", "one of policy, full", "'some'"),
+    (lambda: ReTreever(layers=1, order="axis", axis=3).predict(xc, yc, xt), "axis", "an axis of x, 0 to 0", "3"),
+    bug(lambda: ReTreever(impl="cuda"), "impl", "one of auto, reference", "'cuda'"),
+    bug(lambda: ReTreever(reward="r2"), "reward", "one of log-likelihood", "'r2'"),
+    (lambda: ObjectiveConfig(reward="r2"), "reward", "one of log-likelihood, squared-error", "'r2'"),
+    (lambda: ObjectiveConfig(baseline="ema"), "baseline", "one of none, constant", "'ema'"),
+    (lambda: ObjectiveConfig(lambda_rl=-1), "lambda_rl", "a number >= 0", "-1"),
+    (lambda: ObjectiveConfig(alpha=float("nan")), "alpha", "a number >= 0", "nan"),
+    bug(lambda: ObjectiveConfig(alpha="1"), "alpha", "a number >= 0", "1"),
+]
+ON_MODELS: list[Case] = [
+    (lambda m: m.predict(xc[0], yc, xt), "xc", "shape (b, n, dx)", "2 axes (9, 1)"),
+    (lambda m: m.predict(xc, yc[:1], xt), "yc", "shape (b=2, n=9, dy)", "(1, 9, 1)"),
+    (lambda m: m.predict(xc, yc / 0, xt), "yc", "finite values", "18 NaN or infinite of 18"),
+    (lambda m: m.predict(xc, yc, xt, ~real), "mask of xc", "at least one real token", "2 rows with none"),
+    (lambda m: m.loss(batch(xt=xt[:, :0], yt=yt[:, :0])), "xt", "at least one point", "(2, 0, 1)"),
+    (lambda m: m.loss(batch(target_mask=real[:, :3].int())), "mask of xt", "dtype torch.bool", "torch.int32"),
+    bug(lambda m: m.predict(xc.repeat(1, 1, 2), yc, xt), "xc", "dx=1", "(2, 9, 2)"),
+    bug(lambda m: m.predict(xc, yc.repeat(1, 1, 2), xt), "yc", "dy=1", "(2, 9, 2)"),
+    bug(lambda m: m.predict(xc, symbols, xt), "yc", "dy=1", "(2, 9)"),
+    bug(lambda m: m.predict(xc.double(), yc.double(), xt.double()), "xc", "torch.float32", "torch.float64"),
+    bug(lambda m: m.predict(meta(xc), meta(yc), meta(xt)), "xc", "the device of the weights (cpu)", "meta"),
+    bug(lambda m: m.predict(xc, yc, [0.5]), "xt", "a tensor of shape (b, m, dx)", "list"),
+    bug(lambda m: m.predict(xc, yc, xt[0]), "xt", "shape (b=2, m, dx=1)", "(3, 1)"),
+    bug(lambda m: m.predict(xc, yc, xt[:1]), "xt", "shape (b=2, m, dx=1)", "(1, 3, 1)"),
+    bug(lambda m: m.predict(xc, yc, xt.repeat(1, 1, 2)), "xt", "shape (b=2, m, dx=1)", "(2, 3, 2)"),
+    bug(lambda m: m.predict(xc, yc, xt.long()), "xt", "a floating point dtype", "torch.int64"),
+    bug(lambda m: m.predict(xc, yc, xt / 0), "xt", "finite values", "6 NaN or infinite of 6"),
+    bug(lambda m: m.loss(batch(yt=yt.repeat(1, 1, 2))), "yt", "dy=1", "(2, 3, 2)"),
+    bug(lambda m: m.loss(batch(yt=classes)), "yt", "dy=1", "(2, 3)"),
+    bug(lambda m: m.loss(None), "batch", "a Batch", "NoneType"),
+]
+ON_SEQUENCE_MODELS: list[Case] = [
+    (lambda m: m.predict(xc, symbols + 12, xt), "yc", "symbols from 0 to 11", "12 to 12"),
+    (lambda m: m.predict(xc, symbols - 1, xt), "yc", "symbols from 0 to 11", "-1 to -1"),
+    bug(lambda m: m.predict(xc, yc.clamp(0, 1), xt), "yc", "integers (b=2, n=9)", "(2, 9, 1)"),
+    bug(lambda m: m.predict(xc, symbols.int(), xt), "yc", "torch.int64", "torch.int32"),
+    bug(lambda m: m.predict(xc.repeat(1, 1, 3), symbols, xt), "xc", "dx=1", "(2, 9, 3)"),
+    bug(lambda m: m.loss(batch(yc=symbols, yt=classes + 12)), "yt", "classes from 0 to 11", "12 to 12"),
+    bug(lambda m: m.loss(batch(yc=symbols, yt=yt)), "yt", "integers (b=2, m=3)", "(2, 3, 1)"),
+]

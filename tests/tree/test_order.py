@@ -1,0 +1,211 @@
+"""Leaf orders: permutations, against plain recursive k-d and ball trees on lists of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retreever.errors import InputError
+from retreever.tree.order import ORDERS, Order, leaf_order
+from retreever.tree.plan import TreePlan
+
+properties = settings(max_examples=200, derandomize=True, deadline=None)
+seeds = st.integers(0, 10_000)
+Point = Sequence[float]
+# Given (all points, the tokens of one segment, level), the value the segment is sorted by.
+Key = Callable[[list[Point], list[int], int], Callable[[int], float]]
+
+
+def points(seed: int, b: int, n: int, dx: int = 2, grid: bool = False) -> Tensor:
+    """Random coordinates; on a small integer grid they tie often."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(b, n, dx, generator=generator, dtype=torch.float64)
+    return (2 * x).round() if grid else x
+
+
+def scattered_mask(seed: int, b: int, n: int) -> Tensor:
+    """At least one real token per row, anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(b, n, generator=generator) < 0.6
+    mask[torch.arange(b), torch.randint(n, (b,), generator=generator)] = True
+    return mask
+
+
+def cycling(all_points: list[Point], tokens: list[int], level: int) -> Callable[[int], float]:
+    return lambda token: all_points[token][level % len(all_points[token])]
+
+
+def widest(all_points: list[Point], tokens: list[int], level: int) -> Callable[[int], float]:
+    columns = list(zip(*(all_points[token] for token in tokens), strict=True))
+    axis = max(range(len(columns)), key=lambda a: max(columns[a]) - min(columns[a]))
+    return lambda token: all_points[token][axis]
+
+
+def along_farthest_pair(all_points: list[Point], tokens: list[int], level: int) -> Callable[[int], float]:
+    def farthest(origin: Point) -> Point:
+        distance = {t: sum((p - o) ** 2 for p, o in zip(all_points[t], origin, strict=True)) for t in tokens}
+        return all_points[max(tokens, key=lambda t: distance[t])]
+
+    centre = [sum(column) / len(tokens) for column in zip(*(all_points[t] for t in tokens), strict=True)]
+    first = farthest(centre)
+    second = farthest(first)
+    return lambda t: sum((p - f) * (s - f) for p, f, s in zip(all_points[t], first, second, strict=True))
+
+
+RECURSIVE: dict[Order, Key] = {"kd": cycling, "kd-widest": widest, "ball": along_farthest_pair}
+
+
+def recursive_order(x: Tensor, branch: int, key: Key) -> list[int]:
+    """Sort, cut into equal parts, repeat in each part while it is more than one leaf block."""
+    all_points: list[Point] = x.tolist()
+    n = len(all_points)
+
+    def split(tokens: list[int], segment: int, segments: int, level: int) -> list[int]:
+        if segments * branch >= n:
+            return tokens
+        tokens = sorted(tokens, key=key(all_points, tokens, level))
+        cuts = [(segment * branch + part) * n // (segments * branch) for part in range(branch + 1)]
+        parts = [tokens[start - cuts[0] : stop - cuts[0]] for start, stop in pairwise(cuts)]
+        children = [split(p, segment * branch + i, segments * branch, level + 1) for i, p in enumerate(parts)]
+        return [token for child in children for token in child]
+
+    return split(list(range(n)), 0, 1, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@properties
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(2, 5), seeds)
+def test_every_order_is_a_permutation_with_masked_tokens_last(
+    order: Order, n: int, dx: int, branch: int, seed: int
+) -> None:
+    x, mask = points(seed, 2, n, dx, grid=seed % 2 == 0), scattered_mask(seed, 2, n)
+    permutation = leaf_order(order, x, mask, branch=branch, seed=seed)
+    assert permutation.sort(dim=1).values.tolist() == [list(range(n))] * 2
+    real = mask.gather(1, permutation).to(torch.int8)
+    assert bool((real.diff(dim=1) <= 0).all())
+
+
+@pytest.mark.parametrize("order", RECURSIVE)
+@pytest.mark.parametrize("grid", [False, True], ids=["scattered", "ties"])
+@properties
+@given(st.integers(1, 40), st.integers(1, 2), st.integers(2, 5), seeds)
+def test_recursive_orders_equal_a_plain_recursion(
+    order: Order, grid: bool, n: int, dx: int, branch: int, seed: int
+) -> None:
+    x = points(seed, 2, n, dx, grid)
+    expected = [recursive_order(row, branch, RECURSIVE[order]) for row in x]
+    assert leaf_order(order, x, branch=branch).tolist() == expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@properties
+@given(st.integers(1, 30), st.integers(2, 4), seeds)
+def test_a_ragged_row_is_ordered_as_if_alone(order: Order, n: int, branch: int, seed: int) -> None:
+    x, mask = points(seed, 3, n), scattered_mask(seed, 3, n)
+    if order == "random":  # drawn by position: the same row alone has its tokens in front
+        mask = mask.sort(dim=1, descending=True).values
+    permutation = leaf_order(order, x, mask, branch=branch, seed=seed)
+    for row in range(3):
+        tokens = mask[row].nonzero()[:, 0]
+        alone = leaf_order(order, x[row : row + 1, tokens], branch=branch, seed=seed)[0]
+        assert torch.equal(permutation[row, : len(tokens)], tokens[alone])
+
+
+@pytest.mark.parametrize("branch", [2, 3])
+@pytest.mark.parametrize("n", [5, 16, 37])
+def test_kd_cuts_every_node_at_the_median_of_its_axis(n: int, branch: int) -> None:
+    """On every level, a left child's tokens are never beyond a right sibling's on the axis of that level."""
+    x = points(seed=n, b=1, n=n)
+    ordered = x[0, leaf_order("kd", x, branch=branch)[0]]
+    for level in range(TreePlan(n, branch).depth):
+        segments = branch ** (level + 1)
+        cuts = [part * n // segments for part in range(segments + 1)]
+        parts = [ordered[start:stop, level % 2] for start, stop in pairwise(cuts)]
+        for left in (part for part in range(segments - 1) if (part + 1) % branch):
+            assert parts[left].max() <= parts[left + 1].min()
+
+
+def test_kd_widest_cuts_the_long_side() -> None:
+    x = torch.stack([torch.arange(8.0) % 2, torch.tensor([9.0, 0, 8, 1, 7, 2, 6, 3])], dim=1)[None]
+    left = x[0, leaf_order("kd-widest", x)[0, :4], 1]
+    assert sorted(left.tolist()) == [0, 1, 2, 3]
+
+
+def test_ball_cuts_across_a_diagonal_that_no_axis_shows() -> None:
+    """Two balls along the diagonal: the halves are the balls."""
+    corner = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    x = torch.cat([corner + 10, corner])[None]
+    halves = leaf_order("ball", x)[0].view(2, 4).sort(dim=1).values.tolist()
+    assert sorted(halves) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_axis_sorts_by_its_coordinate(axis: int) -> None:
+    x = points(seed=1, b=2, n=20, dx=3)
+    permutation = leaf_order("axis", x, axis=axis)
+    assert torch.equal(x[..., axis].gather(1, permutation), x[..., axis].sort(dim=1).values)
+
+
+def test_axis_keeps_the_given_order_of_ties() -> None:
+    assert leaf_order("axis", torch.tensor([[[1.0], [0.0], [1.0], [0.0]]])).tolist() == [[1, 3, 0, 2]]
+
+
+def test_given_keeps_the_order() -> None:
+    mask = torch.tensor([[True, False, True, True]])
+    assert leaf_order("given", torch.zeros(1, 4, 1)).tolist() == [[0, 1, 2, 3]]
+    assert leaf_order("given", torch.zeros(1, 4, 1), mask).tolist() == [[0, 2, 3, 1]]
+
+
+@pytest.mark.parametrize("order", ["random", "projection"])
+def test_drawn_orders_follow_from_their_seed(order: Order) -> None:
+    x = points(seed=0, b=2, n=32, dx=3)
+    torch.manual_seed(5)
+    first = leaf_order(order, x, seed=3)
+    after = torch.rand(1)
+    torch.manual_seed(6)
+    assert torch.equal(first, leaf_order(order, x, seed=3))
+    assert not torch.equal(first, leaf_order(order, x, seed=4))
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(1))  # the global generator is left alone
+
+
+def test_projection_sorts_along_one_line() -> None:
+    """Points on a line come out in order along it, forwards or backwards."""
+    x = torch.tensor([3.0, 0.0, 2.0, 1.0])[None, :, None] * torch.tensor([1.0, 2.0])
+    assert leaf_order("projection", x)[0].tolist() in ([1, 3, 2, 0], [0, 2, 3, 1])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(o, marks=pytest.mark.xfail(strict=True, reason="index out of bounds")) if o == "ball" else o
+        for o in ORDERS
+    ],
+)
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_coordinates_of_masked_tokens_are_never_read(order: Order, garbage: float) -> None:
+    x, mask = points(seed=2, b=3, n=11), scattered_mask(2, 3, 11)
+    spoiled = x.masked_fill(~mask[..., None], garbage)
+    clean, dirty = leaf_order(order, x, mask), leaf_order(order, spoiled, mask)
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        assert torch.equal(clean[row, :length], dirty[row, :length])
+
+
+@pytest.mark.parametrize(
+    ("argument", "order", "settings_"),
+    [
+        ("order", "hilbert", {}),
+        ("axis", "axis", {"axis": 2}),
+        ("axis", "axis", {"axis": -1}),
+        ("branch", "kd", {"branch": 1}),
+    ],
+)
+def test_unusable_orders_are_refused_by_name(argument: str, order: str, settings_: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=rf"^{argument}: expected"):
+        leaf_order(order, torch.zeros(1, 4, 2), **settings_)
