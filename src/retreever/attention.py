@@ -264,9 +264,7 @@ class TreeCrossAttention(nn.Module):
         _check_query(query, tree.keys, self.block)
         return self.block.start(query)
 
-    def _search(
-        self, q: Tensor, tree: Tree, noise: Tensor | None, generator: torch.Generator | None
-    ) -> TreeAttention:
+    def _search(self, q: Tensor, tree: Tree, noise: Tensor | None, generator: torch.Generator | None) -> TreeAttention:
         if noise is None and self.training:
             shape = (*q.shape[:2], tree.plan.depth)
             noise = torch.rand(shape, device=q.device, generator=generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -34,8 +35,11 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: None if t is None else t.to(device) for name, t in moved.items()})
+        moved: dict[str, Any] = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
+            moved[part.name] = None if value is None else value.to(device)
+        return replace(self, **moved)
 
     def validate(self) -> Batch:
         """Raise `InputError` unless shapes, types, devices and values fit together; returns the batch itself."""
@@ -47,9 +51,7 @@ class Batch:
         return self
 
 
-def check_points(
-    x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask"
-) -> None:
+def check_points(x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask") -> None:
     """Points and their values: same rows, real entries finite, at least one real point per row."""
     check_tensor(x_name, x, "b n dx")
     check_float(x_name, x)

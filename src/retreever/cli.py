@@ -5,10 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from tyro.conf import subcommand as named
 
+from retreever.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
 from retreever.errors import RetreeverError
+
+ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,22 @@ class Demo:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Measure speed and memory on this machine; each leaves a table, JSON and a figure."""
+
+    what: (
+        Annotated[AttentionBench, named("attention", prefix_name=False)]
+        | Annotated[BuildBench, named("build", prefix_name=False)]
+        | Annotated[MemoryBench, named("memory", prefix_name=False)]
+        | Annotated[TrainBench, named("train", prefix_name=False)]
+    )
+
+    def run(self) -> None:
+        """Do it."""
+        self.what.run()
+
+
+@dataclass(frozen=True)
 class Version:
     """Print the version."""
 
@@ -50,11 +71,9 @@ class Version:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `retreever` command; errors the library raises on purpose become one line."""
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"demo": Demo, "version": Version}, prog="retreever", args=arguments, description=__doc__
-    )
+    commands = Annotated[Demo, named("demo")] | Annotated[Bench, named("bench")] | Annotated[Version, named("version")]
     try:
-        command.run()
+        tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT).run()
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
+from retreever.bench.machine import machine
 from retreever.errors import InputError
 from retreever.models.config import ModelConfig
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
@@ -26,9 +24,12 @@ from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
 from retreever.train.engine import Record, as_rows, evaluate, fit
 from retreever.train.log import ProgressLine
-from retreever.version import __version__
 
+NAMES = ("Cross Attention", "Tree Cross Attention", "Perceiver IO")
 TRAIN = TrainConfig(steps=1_500, batch=64, warmup=100, evaluate_every=50, stop_at=99.9)
+
+
+AnyModel = TransformerCA | ReTreever | PerceiverIO
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,12 @@ class Outcome:
     history: list[Record]
 
 
-def copy_models(task: CopyTask) -> dict[str, nn.Module]:
+def copy_models(task: CopyTask) -> tuple[TransformerCA, ReTreever, PerceiverIO]:
     """The three models, all reading the same embeddings; Perceiver IO has as many latents as TCA reads tokens."""
-    shared = {"dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical", "dropout": 0.1}
+    shared: dict[str, Any] = {"dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical", "dropout": 0.1}
+    plain = TransformerCA(ModelConfig(**shared, encoder="identity"))
     tree = ReTreever(ReTreeverConfig(**shared, encoder="identity", order="given"))
-    latents = tree.tokens(task.context)
-    return {
-        "Cross Attention": TransformerCA(ModelConfig(**shared, encoder="identity")),
-        "Tree Cross Attention": tree,
-        "Perceiver IO": PerceiverIO(PerceiverIOConfig(**shared, latents=latents)),
-    }
+    return plain, tree, PerceiverIO(PerceiverIOConfig(**shared, latents=tree.tokens(task.context)))
 
 
 def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> list[Outcome]:
@@ -61,30 +58,31 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
     out.mkdir(parents=True, exist_ok=True)
     task, started = CopyTask(n), time.perf_counter()
     torch.manual_seed(seed)
-    models, outcomes = copy_models(task), []
+    models: tuple[AnyModel, ...] = copy_models(task)
+    outcomes: list[Outcome] = []
     train = replace(TRAIN, seed=seed)
-    for name, model in models.items():
+    for name, model in zip(NAMES, models, strict=True):
         with ProgressLine(name) as line:
             history = fit(model, task, train, watch=line)
         outcomes.append(measure(name, model, task, history))
-        if name == "Tree Cross Attention":  # the rest trains no longer than the tree did
-            train = replace(train, steps=history[-1].step)
-    write_report(out, task, models["Tree Cross Attention"], outcomes, seed, time.perf_counter() - started)
+        if isinstance(model, ReTreever):  # Perceiver IO trains as long as the tree did
+            train, tree = replace(train, steps=history[-1].step), model
+    write_report(out, task, tree, outcomes, seed, time.perf_counter() - started)
     return outcomes
 
 
-def measure(name: str, model: nn.Module, task: CopyTask, history: list[Record]) -> Outcome:
+def measure(name: str, model: AnyModel, task: CopyTask, history: list[Record]) -> Outcome:
     """Accuracy on the test sequences and time per query on a context prepared once."""
     accuracy = evaluate(model, task, task.test())
     return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
 
 
 @torch.inference_mode()
-def query_microseconds(model: nn.Module, task: CopyTask, repeats: int = 50) -> float:
+def query_microseconds(model: AnyModel, task: CopyTask, repeats: int = 50) -> float:
     """Median time of answering all queries of one prepared context, per query."""
     model.eval()
     batch = task.sample(1, task.training(0))
-    memory = model.encode(batch.xc, batch.yc)
+    memory: Any = model.encode(batch.xc, batch.yc)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -93,7 +91,9 @@ def query_microseconds(model: nn.Module, task: CopyTask, repeats: int = 50) -> f
     return 1e6 * statistics.median(times) / task.context
 
 
-def write_report(out: Path, task: CopyTask, tree: nn.Module, outcomes: list[Outcome], seed: int, seconds: float) -> None:
+def write_report(
+    out: Path, task: CopyTask, tree: ReTreever, outcomes: list[Outcome], seed: int, seconds: float
+) -> None:
     """Table, JSON, learning curves and the picture of one search."""
     table = demo_table(task, outcomes, seed, seconds)
     draw_curves({o.name: as_rows(o.history) for o in outcomes}, out / "curves.png")
@@ -104,7 +104,9 @@ def write_report(out: Path, task: CopyTask, tree: nn.Module, outcomes: list[Outc
     query = task.context // 3
     answer = task.context - 1 - query  # target j stands at context position n/2 - 1 - j
     path = explain(found, query=query)
-    draw_retrieval(path, out / "retrieval.png", truth=answer, title=f"Copy task: query {query} looks for token {answer}")
+    draw_retrieval(
+        path, out / "retrieval.png", truth=answer, title=f"Copy task: query {query} looks for token {answer}"
+    )
     (out / "retrieval.json").write_text(json.dumps(path.to_json(), indent=1) + "\n")
     result = {
         "table": table.to_json(),
@@ -120,8 +122,8 @@ def write_report(out: Path, task: CopyTask, tree: nn.Module, outcomes: list[Outc
 
 def demo_table(task: CopyTask, outcomes: list[Outcome], seed: int, seconds: float) -> Table:
     """What came out, one row per model."""
-    rows = [
-        [
+    rows = tuple(
+        (
             o.name,
             f"{o.accuracy:.2f}",
             f"{o.tokens}",
@@ -129,24 +131,12 @@ def demo_table(task: CopyTask, outcomes: list[Outcome], seed: int, seconds: floa
             f"{o.microseconds:.1f}",
             f"{o.history[-1].step:,}",
             f"{o.history[-1].seconds:.0f}",
-        ]
+        )
         for o in outcomes
-    ]
+    )
     return Table(
         title=f"Copy task, N = {task.n} ({task.context} context tokens, {task.test_sequences:,} test sequences)",
-        columns=["model", "accuracy %", "tokens/query", "tokens %", "us/query", "steps", "seconds"],
+        columns=("model", "accuracy %", "tokens/query", "tokens %", "us/query", "steps", "seconds"),
         rows=rows,
-        notes=[f"seed {seed}, {machine()['processor']}, {torch.get_num_threads()} threads, {seconds:.0f} s in all"],
+        notes=(f"seed {seed}, {machine()['processor']}, {torch.get_num_threads()} threads, {seconds:.0f} s in all",),
     )
-
-
-def machine() -> dict[str, str]:
-    """What the numbers were measured on."""
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": str(os.cpu_count()),
-        "system": platform.system(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "retreever": __version__,
-    }

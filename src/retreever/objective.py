@@ -74,12 +74,10 @@ class Loss(NamedTuple):
     def only_task(cls, task: Float[Tensor, ""]) -> Loss:
         """The loss of a model without a search."""
         zero = torch.zeros_like(task).detach()
-        return cls(task, task, zero, zero, zero, zero)
+        return cls(task, task.detach(), zero, zero, zero, zero)
 
 
-def reward_of(
-    reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Tensor, "b m *dy"]
-) -> PerQuery:
+def reward_of(reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> PerQuery:
     """One reward per query, detached. `reward` may be any function (distribution, truth) -> (b, m)."""
     with torch.no_grad():
         value = REWARD_FUNCTIONS[reward](dist, y) if isinstance(reward, str) else reward(dist, y)

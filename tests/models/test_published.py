@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def published(task: str = "gp", reward: str | None = None, **settings: object) -
     order = {"order": "given"} if task == "copy" else {}
     torch.manual_seed(0)
     config = ReTreeverConfig(**SETTINGS[task], **order, **settings, objective=ObjectiveConfig(reward=reward))
-    return ReTreever(config.as_published())
+    return ReTreever(replace(config, impl="reference").as_published())
 
 
 @pytest.mark.parametrize("task", SETTINGS)
@@ -103,7 +104,7 @@ def test_the_tree_attention_by_hand() -> None:
 def test_detach_cuts_gradients_between_tree_levels(detach: bool) -> None:
     """Detached, tokens learn only where a leaf was read; otherwise through every node above them as well."""
     torch.manual_seed(0)
-    module, context = TreeCrossAttention(16, 4, detach=detach), rand(1, 16, 16).requires_grad_()
+    module, context = TreeCrossAttention(16, 4, detach=detach, impl="reference"), rand(1, 16, 16).requires_grad_()
     tree = module.build(context)
     result = module(rand(1, 1, 16), tree)
     (grad,) = torch.autograd.grad(result.output.square().sum(), context, retain_graph=True)

@@ -188,11 +188,11 @@ def test_from_multihead_keeps_the_dropout_of_plain_attention_only() -> None:
     assert TreeCrossAttention.from_multihead(attention).block.dropout == 0.0
 
 
-@pytest.mark.xfail(reason="from_multihead() makes float32 weights on the CPU whatever the original has")
 @pytest.mark.parametrize("kind", [CrossAttention, TreeCrossAttention])
 def test_from_multihead_keeps_the_dtype(kind: type[nn.Module]) -> None:
     attention, query, context = multihead().double(), rand(2, 5, DIM).double(), rand(2, 2, DIM).double()
     module = kind.from_multihead(attention).eval()
+    module.impl = "reference"  # no need to compile a kernel for this
     assert gap(module(query, module.build(context)).output, attention(query, context, context)[0]) <= 1e-12
 
 

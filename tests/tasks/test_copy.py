@@ -74,6 +74,14 @@ def test_other_lengths_are_refused(n: object) -> None:
         CopyTask(n)  # type: ignore[arg-type]
 
 
+@pytest.mark.xfail(reason="sizes of samples and batches are not checked")
+@pytest.mark.parametrize("size", [-1, 0, 2.5])
+def test_other_batch_sizes_are_refused(size: int) -> None:
+    for call in (lambda: CopyTask(64).sample(size, generator()), lambda: list(CopyTask(64).test(size=size))):
+        with pytest.raises(InputError, match=r"^size: expected an int >= 1, got "):
+            call()
+
+
 def test_the_test_set_is_3200_fixed_sequences_however_they_are_batched() -> None:
     task = CopyTask(64)
     by_64, by_16, again = (torch.cat([whole(b) for b in task.test(size)]) for size in (64, 16, 64))
@@ -128,7 +136,6 @@ def test_guessing_the_most_frequent_digit_scores_what_the_protocol_implies(n: in
     assert float(torch.cat(scores).mean()) == pytest.approx(expected, abs=0.15)
 
 
-@pytest.mark.xfail(reason="logits of 1e-6 tie in float32, and argmax takes the first: symbols 0 and 1 are rarely true")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_random_guess_scores_one_in_twelve(seed: int) -> None:
     """Within 4 standard errors."""

@@ -79,6 +79,7 @@ def test_nodes_equal_a_plain_recursion(n: int, branch: int, name: str, dtype: to
         real = list(range(plan.nodes)) if mask is None else mask[row].nonzero()[:, 0].tolist()
         assert real == sorted(expected)  # the mask says exactly which nodes the recursion has
         torch.testing.assert_close(nodes[row, real], torch.stack([expected[r] for r in real]), rtol=0, atol=tolerance)
+    assert mask is None or bool((nodes[~mask] == 0).all())
 
 
 @pytest.mark.parametrize("residual", ["pre", "normalised"])
@@ -186,8 +187,11 @@ def test_any_module_can_aggregate_and_is_called_once_per_level() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_without_real_children_is_exactly_zero(name: str) -> None:
     children, mask = tokens(3, 4), torch.tensor([[True, True, False, False], [False] * 4, [True] * 4])
+    children.requires_grad_()
     out = aggregator_of(name)(children, mask)
     assert bool((out[1] == 0).all()) and bool((out[[0, 2]] != 0).all())
+    out.square().sum().backward()
+    assert bool((children.grad[~mask] == 0).all()) and bool(torch.isfinite(children.grad).all())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -65,6 +65,13 @@ def test_a_ragged_row_is_the_leftmost_subtree_it_would_be_alone(lengths: list[in
         assert torch.equal(batch.index[row][batch.real[row]], alone.index[alone.real])
 
 
+@pytest.mark.parametrize(("n", "tokens"), [(5, [0, -1, 1, -1, 2, -1, 3, 4]), (7, [0, -1, 1, 2, 3, 4, 5, 6])])
+def test_odd_tokens_go_to_the_right(n: int, tokens: list[int]) -> None:
+    """Block j of B holds tokens floor(j*n/B) up to floor((j+1)*n/B); -1 is padding."""
+    layout = layout_of(TreePlan(n), n)
+    assert torch.where(layout.real, layout.index, -1)[0].tolist() == tokens
+
+
 def test_padding_slots_point_at_a_valid_token() -> None:
     layout = layout_of(ragged_plan(9, 3), 9, 4, 1)
     assert bool((layout.index >= 0).all())

@@ -94,13 +94,22 @@ def test_every_order_is_a_permutation_with_masked_tokens_last(
 @pytest.mark.parametrize("order", RECURSIVE)
 @pytest.mark.parametrize("grid", [False, True], ids=["scattered", "ties"])
 @properties
-@given(st.integers(1, 40), st.integers(1, 2), st.integers(2, 5), seeds)
-def test_recursive_orders_equal_a_plain_recursion(
-    order: Order, grid: bool, n: int, dx: int, branch: int, seed: int
-) -> None:
-    x = points(seed, 2, n, dx, grid)
+@given(st.integers(1, 40), st.integers(2, 5), seeds)
+def test_recursive_orders_equal_a_plain_recursion(order: Order, grid: bool, n: int, branch: int, seed: int) -> None:
+    x = points(seed, 2, n, grid=grid)
     expected = [recursive_order(row, branch, RECURSIVE[order]) for row in x]
     assert leaf_order(order, x, branch=branch).tolist() == expected
+
+
+@properties
+@given(st.integers(1, 40), st.integers(2, 5), seeds)
+def test_on_a_line_the_blocks_of_a_plain_recursion_come_out_of_one_sort(n: int, branch: int, seed: int) -> None:
+    x = points(seed, 1, n, dx=1)
+    orders = [leaf_order(order, x, branch=branch)[0].tolist() for order in RECURSIVE]
+    assert orders == [x[0, :, 0].argsort().tolist()] * 3
+    recursion, blocks = recursive_order(x[0], branch, cycling), TreePlan(n, branch).blocks
+    cuts = [block * n // blocks for block in range(blocks + 1)]
+    assert all(set(orders[0][start:stop]) == set(recursion[start:stop]) for start, stop in pairwise(cuts))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -181,13 +190,7 @@ def test_projection_sorts_along_one_line() -> None:
     assert leaf_order("projection", x)[0].tolist() in ([1, 3, 2, 0], [0, 2, 3, 1])
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        pytest.param(o, marks=pytest.mark.xfail(strict=True, reason="index out of bounds")) if o == "ball" else o
-        for o in ORDERS
-    ],
-)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_coordinates_of_masked_tokens_are_never_read(order: Order, garbage: float) -> None:
     x, mask = points(seed=2, b=3, n=11), scattered_mask(2, 3, 11)

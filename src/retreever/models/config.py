@@ -12,7 +12,7 @@ from retreever.errors import ConfigError
 from retreever.nn.blocks import RESIDUALS, Residual
 from retreever.nn.embed import PointEmbed, SequenceEmbed
 from retreever.nn.encoders import Encoder, make_encoder
-from retreever.nn.heads import Head, make_head
+from retreever.nn.heads import AnyHead, Head, make_head
 
 Inputs = Literal["points", "sequence"]
 
@@ -77,7 +77,7 @@ def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:
         raise ConfigError(f"{kind.__name__}: {error}") from None
 
 
-def embedding(config: ModelConfig) -> nn.Module:
+def embedding(config: ModelConfig) -> PointEmbed | SequenceEmbed:
     """Embedding of context and queries."""
     if config.inputs == "sequence":
         return SequenceEmbed(config.dim_y, config.dim, config.hidden, config.dropout)
@@ -98,6 +98,6 @@ def encoder(config: ModelConfig) -> nn.Module:
     )
 
 
-def head(config: ModelConfig) -> nn.Module:
+def head(config: ModelConfig) -> AnyHead:
     """The head, behind the final norm that a pre-norm residual stream needs (the paper's code has none in use)."""
     return make_head(config.head, config.dim, config.hidden, config.out, norm=config.residual == "pre")

@@ -48,8 +48,7 @@ class PerceiverIO(nn.Module):
         self.latents = nn.Parameter(torch.randn(c.latents, c.dim))
         rounds = c.layers if c.iterative else 1
         self.distil = nn.ModuleList(
-            CrossAttention(c.dim, c.heads, hidden=c.hidden, residual=residual, dropout=c.dropout)
-            for _ in range(rounds)
+            CrossAttention(c.dim, c.heads, hidden=c.hidden, residual=residual, dropout=c.dropout) for _ in range(rounds)
         )
         self.mix = nn.ModuleList(
             self_attention_block(c.dim, c.heads, c.hidden, residual, c.dropout) for _ in range(c.layers)

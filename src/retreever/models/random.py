@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution
 
 from retreever.batch import Batch
 from retreever.models.config import ModelConfig, resolve
@@ -28,7 +28,7 @@ class RandomGuess(nn.Module):
         yc: Shaped[Tensor, "b n *dy"],
         xt: Float[Tensor, "b m dx"],
         mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Categorical:
+    ) -> Distribution:
         """A near-uniform distribution whose most likely symbol is drawn at random, per query."""
         noise = torch.rand(*xt.shape[:2], self.config.out, generator=self.generator)
         return Categorical(logits=1e-3 * noise.to(xt.device), validate_args=False)

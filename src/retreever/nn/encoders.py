@@ -124,7 +124,14 @@ class ChordMixerEncoder(nn.Module):
 
 
 def make_encoder(
-    encoder: Encoder, dim: int, heads: int, layers: int, hidden: int, residual: Residual, dropout: float, max_tokens: int
+    encoder: Encoder,
+    dim: int,
+    heads: int,
+    layers: int,
+    hidden: int,
+    residual: Residual,
+    dropout: float,
+    max_tokens: int,
 ) -> nn.Module:
     """The encoder of that name."""
     check_choice("encoder", encoder, ENCODERS)

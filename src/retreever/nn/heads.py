@@ -25,7 +25,7 @@ class GaussianHead(nn.Module):
         self.floor = floor
         self.net = _predictor(dim, hidden, 2 * outputs, norm)
 
-    def forward(self, features: Float[Tensor, "b m d"]) -> Independent:
+    def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
         mean, raw = self.net(features).chunk(2, dim=-1)
         std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
         return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
@@ -57,7 +57,7 @@ class PointHead(nn.Module):
         super().__init__()
         self.net = _predictor(dim, hidden, outputs, norm)
 
-    def forward(self, features: Float[Tensor, "b m d"]) -> Independent:
+    def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
         mean = self.net(features)
         return Independent(Normal(mean, torch.ones_like(mean), validate_args=False), 1, validate_args=False)
 
@@ -66,7 +66,10 @@ class PointHead(nn.Module):
         return (dist.mean - y).square().sum(dim=-1)
 
 
-def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False) -> nn.Module:
+AnyHead = GaussianHead | CategoricalHead | PointHead
+
+
+def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False) -> AnyHead:
     """The head of that name; "bounded" is the Gaussian with a standard deviation of at least 0.05."""
     check_choice("head", head, HEADS)
     check_int("outputs", outputs, 1)

@@ -33,19 +33,15 @@ def multihead_arguments(attention: nn.MultiheadAttention) -> dict[str, Any]:
 @torch.no_grad()
 def copy_multihead(attention: nn.MultiheadAttention, block: AttentionBlock) -> None:
     """Copy the projections of `attention` into `block`."""
-    dim = attention.embed_dim
-    if attention.in_proj_weight is not None:
-        q, kv = attention.in_proj_weight.split([dim, 2 * dim])
-    else:
-        assert attention.q_proj_weight is not None
-        q, kv = attention.q_proj_weight, torch.cat([attention.k_proj_weight, attention.v_proj_weight])
+    dim, weights = attention.embed_dim, dict(attention.named_parameters())
+    if "in_proj_weight" in weights:
+        q, kv = weights["in_proj_weight"][:dim], weights["in_proj_weight"][dim:]
+    else:  # kdim differs from embed_dim
+        q, kv = weights["q_proj_weight"], torch.cat([weights["k_proj_weight"], weights["v_proj_weight"]])
     block.to_q.weight.copy_(q)
     block.to_kv.weight.copy_(kv)
-    if attention.in_proj_bias is not None:
-        block.to_q.bias.copy_(attention.in_proj_bias[:dim])
-        block.to_kv.bias.copy_(attention.in_proj_bias[dim:])
-    block.to_out.weight.copy_(attention.out_proj.weight)
-    if attention.out_proj.bias is not None:
-        block.to_out.bias.copy_(attention.out_proj.bias)
-    else:
-        block.to_out.bias.zero_()
+    if "in_proj_bias" in weights:
+        block.to_q.bias.copy_(weights["in_proj_bias"][:dim])
+        block.to_kv.bias.copy_(weights["in_proj_bias"][dim:])
+    block.to_out.weight.copy_(weights["out_proj.weight"])
+    block.to_out.bias.copy_(weights.get("out_proj.bias", torch.zeros_like(block.to_out.bias)))

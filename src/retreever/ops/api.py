@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Literal, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.checks import check_choice, check_float, check_mask, check_same, check_tensor, reject
+from retreever.errors import BackendError
 from retreever.ops.reference import full_attention_reference, tree_attention_reference
 from retreever.tree.plan import TreePlan
 
-Impl = Literal["auto", "reference"]
-IMPLS: tuple[Impl, ...] = ("auto", "reference")
+Impl = Literal["auto", "reference", "triton", "numba"]
+IMPLS: tuple[Impl, ...] = ("auto", "reference", "triton", "numba")
+Backend = Callable[[Tensor, Tensor, Tensor, TreePlan, Tensor | None, Tensor | None], tuple[Tensor, ...]]
 
 
 class TreeAttention(NamedTuple):
@@ -48,19 +53,16 @@ def tree_attention(
             probability 0, weight 0 and gradient 0. The first level must have a real node in every row.
         noise: uniforms in [0, 1), one per decision, turned into a choice by inverse CDF over the policy: the same noise
             gives the same path on every backend. None takes the most likely child.
-        impl: the backend. "auto" chooses; a named one that cannot run raises `BackendError`.
+        impl: the backend. "auto" takes triton on CUDA and numba on the CPU where they can run, else plain torch
+            ("reference"); a named one that cannot run raises `BackendError`, it never falls back.
 
     Returns:
         output, path (the leaf block reached), log_prob and entropy of the path (summed over its decisions).
         Gradients flow to q, keys and values through output, log_prob and entropy along the path taken.
     """
-    check_choice("impl", impl, IMPLS)
-    _check_operands(q, keys, values, plan, node_mask)
-    if noise is not None:
-        check_tensor("noise", noise, "b m depth", b=q.shape[0], m=q.shape[1], depth=plan.depth)
-        check_float("noise", noise)
-        check_same("noise", noise, "q", q, dtype=False)
-    return TreeAttention(*tree_attention_reference(q, keys, values, plan, node_mask, noise))
+    if not _fits(q, keys, values, plan, node_mask, noise):
+        _explain(q, keys, values, plan, node_mask, noise)
+    return TreeAttention(*_backend(impl, q)(q, keys, values, plan, node_mask, noise))
 
 
 def full_attention(
@@ -71,19 +73,102 @@ def full_attention(
     node_mask: Bool[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b m h e"]:
     """Attend to all real leaves of the tree instead of searching it (ReTreever-Full, and the L_CA term)."""
-    _check_operands(q, keys, values, plan, node_mask)
+    if not _fits(q, keys, values, plan, node_mask, None):
+        _explain(q, keys, values, plan, node_mask, None)
     return full_attention_reference(q, keys, values, plan, node_mask)
 
 
-def _check_operands(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, node_mask: Tensor | None) -> None:
+def unavailable(impl: Impl, device: str, dtype: torch.dtype) -> str | None:
+    """Why the backend `impl` cannot run on tensors of that device and dtype; None when it can."""
+    if impl in ("auto", "reference"):
+        return None
+    try:
+        return import_module(f"retreever.ops.{impl}").unavailable(torch.empty(0, dtype=dtype, device=device))
+    except ImportError as error:
+        return f"{impl} cannot be imported ({error})"
+
+
+# Backends already found to run, by (impl, device type, dtype): looking one up must cost next to nothing.
+_RESOLVED: dict[tuple[str, str, torch.dtype], Backend] = {}
+
+
+def _backend(impl: Impl, q: Tensor) -> Backend:
+    """The function behind a name, found once per kind of tensors."""
+    kind = (impl, q.device.type, q.dtype)
+    if kind in _RESOLVED:
+        return _RESOLVED[kind]
+    name = _choose(*kind)
+    if name == "triton":
+        from retreever.ops.triton import tree_attention_triton as found
+    elif name == "numba":
+        from retreever.ops.numba import tree_attention_numba as found
+    else:
+        found = tree_attention_reference
+    if not torch.compiler.is_compiling():
+        _RESOLVED[kind] = found
+    return found
+
+
+@torch.compiler.assume_constant_result
+def _choose(impl: Impl, device: str, dtype: torch.dtype) -> Impl:
+    """Which backend to use; "auto" takes the fused one of the device where it can run.
+
+    torch.compile runs this while tracing, where a backend can still be imported.
+    """
+    check_choice("impl", impl, IMPLS)
+    reason = unavailable(impl, device, dtype)
+    if reason is not None:
+        raise BackendError(f"impl='{impl}' cannot run here: {reason}")
+    if impl != "auto":
+        return impl
+    fused: Impl = "triton" if device == "cuda" else "numba"
+    return "reference" if unavailable(fused, device, dtype) is not None else fused
+
+
+def _fits(
+    q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, node_mask: Tensor | None, noise: Tensor | None
+) -> bool:
+    """All checks at once, as cheap as they can be; what is wrong is found out only when something is."""
+    if not (isinstance(q, Tensor) and isinstance(keys, Tensor) and isinstance(plan, TreePlan) and q.dim() == 4):
+        return False
+    shape, device = keys.shape, q.device
+    return (
+        shape == (q.shape[0], plan.nodes, *q.shape[2:])
+        and values.shape == shape
+        and q.dtype == keys.dtype == values.dtype
+        and q.dtype.is_floating_point
+        and keys.device == values.device == device
+        and (node_mask is None or _mask_fits(node_mask, shape, device))
+        and (noise is None or _noise_fits(noise, q, plan))
+    )
+
+
+def _mask_fits(node_mask: Tensor, shape: torch.Size, device: torch.device) -> bool:
+    return node_mask.shape == shape[:2] and node_mask.dtype == torch.bool and node_mask.device == device
+
+
+def _noise_fits(noise: Tensor, q: Tensor, plan: TreePlan) -> bool:
+    fits = noise.shape == (*q.shape[:2], plan.depth) and noise.dtype.is_floating_point
+    return fits and noise.device == q.device
+
+
+def _explain(
+    q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, node_mask: Tensor | None, noise: Tensor | None
+) -> None:
+    """Raise the `InputError` that names what does not fit."""
     if not isinstance(plan, TreePlan):
         reject("plan", "a TreePlan", type(plan).__name__)
     check_tensor("q", q, "b m h e")
     check_float("q", q)
-    b, _, h, e = q.shape
+    b, m, h, e = q.shape
     for name, nodes in (("keys", keys), ("values", values)):
         check_tensor(name, nodes, "b t h e", b=b, t=plan.nodes, h=h, e=e)
         check_same(name, nodes, "q", q)
     if node_mask is not None:
         check_mask("node_mask", node_mask, "b t", b=b, t=plan.nodes)
         check_same("node_mask", node_mask, "q", q, dtype=False)
+    if noise is not None:
+        check_tensor("noise", noise, "b m depth", b=b, m=m, depth=plan.depth)
+        check_float("noise", noise)
+        check_same("noise", noise, "q", q, dtype=False)
+    raise AssertionError("the quick check refused what every single check accepts")

@@ -8,15 +8,36 @@ from __future__ import annotations
 
 import math
 import operator
+import zlib
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
 LANES = 16
 _INT32 = ir.IntType(32)
+
+# A function kernels are made of. Division by zero follows IEEE: the checks Python asks for would break up every loop.
+_jit: Callable[..., Any] = partial(njit, error_model="numpy")
+part: Callable[..., Any] = partial(_jit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def kernel(function: Callable[..., None]) -> Any:
+    """An entry point: compiled when first used and kept on disk, or in memory alone where no folder can be written.
+
+    Numba renews what lies on disk when the file of `function` changes, not when what it calls does; so the name it is
+    kept under tells the state of all kernel sources.
+    """
+    sources = sorted(Path(__file__).parent.glob("numba*.py"))
+    function.__qualname__ += f"_{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
+    try:
+        return _jit(function, nogil=True, cache=True)
+    except RuntimeError:
+        return _jit(function, nogil=True)
 
 
 class Lanes(types.Type):
@@ -195,16 +216,13 @@ def store_first(_typing: Any, base: Any, index: Any, vector: Any, count: Any) ->
 
 
 @intrinsic
-def prefetch(_typing: Any, base: Any, index: Any) -> Any:
-    """Ask for the cache line of base[index]."""
+def fetch_add(_typing: Any, counter: Any) -> Any:
+    """Add 1 to what `counter` points to and return what it held before; threads do so one after the other."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
-        where = builder.bitcast(builder.gep(*values[:1], [values[1]]), ir.IntType(8).as_pointer())
-        flags = [ir.Constant(_INT32, flag) for flag in (0, 3, 1)]  # to read, keep close, data
-        _call(builder, "llvm.prefetch", ir.VoidType(), [where, *flags], "p0")
-        return context.get_dummy_value()
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "seq_cst")
 
-    return types.none(base, types.intp), codegen
+    return types.int64(counter), codegen
 
 
 # ---------------------------------------------------------------- exp and log, by series short enough for each precision

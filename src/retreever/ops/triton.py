@@ -21,19 +21,22 @@ from retreever.tree.plan import TreePlan
 try:  # triton comes with torch on Linux only
     import triton
 
+    from retreever.ops import triton_gradients as gradients
     from retreever.ops import triton_kernels as kernels
 except ImportError:
-    triton, kernels = None, None
+    triton = None
 
+# Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), which takes tensors of any device.
+INTERPRETING = triton is not None and not isinstance(kernels.descend, triton.runtime.JITFunction)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def unavailable(q: Tensor) -> str | None:
     """Why this backend cannot run on tensors like `q`; None when it can."""
-    if kernels is None:
+    if triton is None:
         return "triton is not installed"
-    if not q.is_cuda and not _interpreting():
+    if not q.is_cuda and not INTERPRETING:
         return f"triton needs CUDA tensors, got {q.device}"
     if q.dtype not in DTYPES:
         return f"triton computes in float32 and takes float32, float16 or bfloat16, got {q.dtype}"
@@ -115,8 +118,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
 def _differentiate(
     ctx: Any, d_output: Tensor, d_path: None, d_log_prob: Tensor, d_entropy: Tensor, d_lse: None
 ) -> tuple[Tensor | None, ...]:
-    gradients = _backward(*ctx.saved_tensors, d_output, d_log_prob, d_entropy, *ctx.shape)
-    return (*gradients, None, None, None, None, None)
+    slopes = _backward(*ctx.saved_tensors, d_output, d_log_prob, d_entropy, *ctx.shape)
+    return (*slopes, None, None, None, None, None)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -166,7 +169,7 @@ class _QueryTile(NamedTuple):
 
     queries: int
     shape: tuple[int, ...]
-    warps: int
+    options: dict[str, Any]
 
 
 class _NodeTile(NamedTuple):
@@ -175,7 +178,7 @@ class _NodeTile(NamedTuple):
     children: int
     length: int
     shape: tuple[int, ...]
-    warps: int
+    options: dict[str, Any]
 
 
 @lru_cache(maxsize=1024)
@@ -191,7 +194,7 @@ def _query_tile(queries_bits: int, branch: int, widest: int, h: int, e: int) -> 
     queries = 1
     while queries * children * row <= 128 and (1 << queries_bits >> 1) // (2 * queries) >= 16 * 132 and queries < 16:
         queries *= 2
-    return _QueryTile(queries, (queries, children, padded, _power(h), _power(e)), _warps(queries * children * row))
+    return _QueryTile(queries, (queries, children, padded, _power(h), _power(e)), _options(queries * children * row))
 
 
 @lru_cache(maxsize=1024)
@@ -202,7 +205,7 @@ def _node_tile(widest: int, h: int, e: int) -> _NodeTile:
     queries = min(2, max(1, 512 // (children * row)))
     length = max(64, _power(widest))  # so partial sums take no more memory than the queries, level by level
     shape = (queries, children, length, _power(h), _power(e))
-    return _NodeTile(children, length, shape, _warps(queries * children * row))
+    return _NodeTile(children, length, shape, _options(queries * children * row))
 
 
 def _power(size: int) -> int:
@@ -210,13 +213,9 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _warps(numbers: int) -> int:
-    return min(8, _power(-(-numbers // 512)))
-
-
-def _interpreting() -> bool:
-    """Whether the kernels run in Triton's interpreter, on tensors of any device (TRITON_INTERPRET=1)."""
-    return not isinstance(kernels.descend, triton.runtime.JITFunction)
+def _options(numbers: int) -> dict[str, Any]:
+    """Launch options of a tile of that many numbers: 16 of them per thread."""
+    return {"num_warps": min(8, _power(-(-numbers // 512))), "enable_fp_fusion": True}
 
 
 def _device_of(q: Tensor) -> AbstractContextManager[object]:
@@ -232,10 +231,10 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _new_outputs(q: Tensor, save: bool) -> Forward:
     b, m, h, _ = q.shape
-    single = {"dtype": torch.float32, "device": q.device}
     path = torch.empty((b, m), dtype=torch.int64, device=q.device)
-    log_prob, entropy = torch.empty((b, m), **single), torch.empty((b, m), **single)
-    return q.new_empty(q.shape), path, log_prob, entropy, torch.empty((b, m, h), **single) if save else log_prob
+    log_prob = torch.empty((b, m), dtype=torch.float32, device=q.device)
+    lse = torch.empty((b, m, h), dtype=torch.float32, device=q.device) if save else log_prob
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), path, log_prob, torch.empty_like(log_prob), lse
 
 
 def _descend(
@@ -259,7 +258,7 @@ def _descend(
             *operands.tensors, None if noise is None else noise.contiguous(),
             output, path, log_prob, entropy, lse if save else None,
             b * m, m, depth, block, tree.leaf_offset, *operands.strides,
-            operands.unit, branch, h, e, *operands.head_strides, *tile.shape, num_warps=tile.warps,
+            operands.unit, branch, h, e, *operands.head_strides, *tile.shape, **tile.options,
         )  # fmt: skip
     return results
 
@@ -279,10 +278,10 @@ def _gradients(
     d_q, d_keys, d_values = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, keys, values))
     delta, stats = lse.new_empty(b, m, h), lse.new_empty(b, m, tree.depth, 2, h)
     tile = _query_tile((b * m).bit_length(), tree.branch if tree.depth else 1, tree.widest, h, e)
-    kernels.query_gradient[(-(-b * m // tile.queries),)](
+    gradients.query_gradient[(-(-b * m // tile.queries),)](
         *operands.tensors, path, output, lse, *slopes, d_q, delta, stats,
         b * m, m, *shape, *operands.strides,
-        operands.unit, tree.branch, h, e, *operands.head_strides, *tile.shape, num_warps=tile.warps,
+        operands.unit, tree.branch, h, e, *operands.head_strides, *tile.shape, **tile.options,
     )  # fmt: skip
     paths, order = path.sort(dim=1, stable=True)
     blocks = torch.arange(tree.blocks + 1, device=path.device).expand(b, -1).contiguous()
@@ -295,9 +294,9 @@ def _gradients(
     programs = ((tree.depth + 1) * cuts * pieces[0], inner * pieces[1] + tree.blocks * pieces[2])
     for parts, count in zip((True, False), programs, strict=True):
         if count > 0:
-            kernels.node_gradient[(count * b,)](
+            gradients.node_gradient[(count * b,)](
                 q, keys, values, mask, lse, *slopes, delta, stats, paths, order, starts, partial, d_keys, d_values,
                 b, m, *shape, tree.widest, cuts, *operands.strides, parts,
-                operands.unit, tree.branch, h, e, *operands.head_strides, *nodes.shape, num_warps=nodes.warps,
+                operands.unit, tree.branch, h, e, *operands.head_strides, *nodes.shape, **nodes.options,
             )  # fmt: skip
     return d_q, d_keys, d_values

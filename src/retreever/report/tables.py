@@ -116,7 +116,7 @@ def _plain(cell: Cell) -> Cell:
 
 
 def _is_number(text: str) -> bool:
-    return text == _NOTHING or _NUMERIC.fullmatch(text) is not None
+    return text in (_NOTHING, "skipped") or _NUMERIC.fullmatch(text) is not None
 
 
 def _escape(text: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Categorical, Distribution
 
 from retreever.batch import Batch
 from retreever.checks import reject
@@ -66,7 +66,8 @@ class CopyTask:
     @staticmethod
     def metric(dist: Distribution, batch: Batch) -> Tensor:
         """Accuracy over all positions, EOS included, in per cent; one value per query (b, m)."""
-        return 100.0 * (dist.probs.argmax(dim=-1) == batch.yt).to(batch.xt.dtype)
+        assert isinstance(dist, Categorical)
+        return 100.0 * (dist.logits.argmax(dim=-1) == batch.yt).to(batch.xt.dtype)
 
     @property
     def _name(self) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from retreever.train.config import TrainConfig
 
 
 class Model(Protocol):
-    """What training needs of a model, besides being an `nn.Module`."""
+    """What training needs of a model: an `nn.Module` with `predict` and `loss`."""
+
+    training: bool
 
     def predict(self, xc: Tensor, yc: Tensor, xt: Tensor, mask: Tensor | None = None) -> Distribution:
         """Predictions at `xt`."""
@@ -27,6 +29,18 @@ class Model(Protocol):
 
     def loss(self, batch: Batch) -> Loss:
         """Training loss."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """As of `nn.Module`."""
+        ...
+
+    def to(self, device: str) -> Any:
+        """As of `nn.Module`."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """As of `nn.Module`."""
         ...
 
 
@@ -75,7 +89,7 @@ Watcher = Callable[[Progress], None]
 
 
 def fit(
-    model: nn.Module, task: Task, config: TrainConfig, *, device: str = "cpu", watch: Watcher | None = None
+    model: Model, task: Task, config: TrainConfig, *, device: str = "cpu", watch: Watcher | None = None
 ) -> list[Record]:
     """Train `model` on `task` in place and return its validation history.
 
@@ -84,7 +98,8 @@ def fit(
     """
     torch.manual_seed(config.seed)
     stream = task.training(config.seed)
-    model.to(device).train()
+    model.to(device)
+    model.train()
     optimiser, schedule = make_optimiser(model, config)
     history: list[Record] = []
     started = time.perf_counter()
@@ -103,10 +118,10 @@ def fit(
     return history
 
 
-def evaluate(model: nn.Module, task: Task, batches: Iterable[Batch], device: str = "cpu") -> float:
+def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: str = "cpu") -> float:
     """Mean of the task's metric over all real targets of `batches`; greedy, without gradients or dropout."""
     was_training = model.training
-    model.eval()
+    model.train(False)
     total, count = 0.0, 0
     with torch.inference_mode():
         for cpu_batch in batches:
@@ -120,7 +135,7 @@ def evaluate(model: nn.Module, task: Task, batches: Iterable[Batch], device: str
 
 
 def make_optimiser(
-    model: nn.Module, config: TrainConfig
+    model: Model, config: TrainConfig
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Adam (AdamW when there is weight decay) and its learning-rate schedule."""
     optimiser = torch.optim.AdamW(
@@ -144,10 +159,10 @@ def as_rows(history: list[Record]) -> list[dict[str, float]]:
     return [asdict(record) for record in history]
 
 
-def _step(model: nn.Module, batch: Batch, optimiser: torch.optim.Optimizer, config: TrainConfig) -> Loss:
-    loss: Loss = model.loss(batch)
+def _step(model: Model, batch: Batch, optimiser: torch.optim.Optimizer, config: TrainConfig) -> Loss:
+    loss = model.loss(batch)
     optimiser.zero_grad(set_to_none=True)
-    loss.total.backward()
+    torch.autograd.backward(loss.total)
     if config.clip:
         nn.utils.clip_grad_norm_(model.parameters(), config.clip)
     optimiser.step()

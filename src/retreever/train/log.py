@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from retreever.train.engine import Progress
 
@@ -16,7 +16,7 @@ class ProgressLine:
         self.name, self.metric, self.every = name, metric, every
         self.stream = sys.stderr if stream is None else stream
         self._last: Progress | None = None
-        self._bar = None
+        self._bar: Any = None
 
     def __enter__(self) -> ProgressLine:
         if self.stream.isatty():
@@ -25,7 +25,9 @@ class ProgressLine:
             self._task = self._bar.add_task(self.name, total=None, note="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
         if self._last is not None and kind is None:
@@ -47,7 +49,7 @@ def _describe(p: Progress, metric: str) -> str:
     return f"step {p.step}/{p.steps}  loss {p.loss:.3f}  {metric} {value}  {rate:.1f} steps/s  {left:.0f} s left"
 
 
-def _bar(stream: TextIO):  # type: ignore[no-untyped-def]
+def _bar(stream: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""Build a tree over context tokens: lay them on leaves, then summarise level by level (paper, section 3.1, figure 2)."""
+"""Build a tree over context tokens: lay them on leaves, then summarise level by level (paper, section 3.1)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
+from retreever.tree.aggregate import TransformerAggregator
 from retreever.tree.layout import leaf_layout
 from retreever.tree.plan import TreePlan
+
+CACHED_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def build_nodes(
     _check_context(context, mask)
     plan = plan_for(context.shape[1], branch, mask)
     level, real = _leaves(context, plan, mask)
+    if _one_launch_per_level(aggregator, branch, context):
+        return plan, *_aggregate_in_place(aggregator, plan, level, real)
     levels, masks = [level], [real]
     for blocks in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
         level, real = _summarise(level, real, blocks, aggregator, detach)
@@ -93,6 +98,40 @@ def _leaves(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tenso
     return leaves.masked_fill(~layout.real[..., None], 0), layout.real
 
 
+def _one_launch_per_level(aggregator: nn.Module, branch: int, context: Tensor) -> bool:
+    """Whether the fused kernel may be used: the paper's aggregator, on CUDA, with no gradient asked for."""
+    if not context.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if not isinstance(aggregator, TransformerAggregator) or (aggregator.training and aggregator.layer.dropout):
+        return False
+    try:
+        from retreever.tree.aggregate_kernel import fits
+    except ImportError:
+        return False
+    return fits(aggregator.layer, branch, context)
+
+
+def _aggregate_in_place(
+    aggregator: TransformerAggregator, plan: TreePlan, leaves: Tensor, real: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """All levels above the leaves, one launch each, straight into the flat node tensor."""
+    from retreever.tree.aggregate_kernel import aggregate_levels
+
+    nodes = leaves.new_empty(leaves.shape[0], plan.nodes, leaves.shape[2])
+    nodes[:, plan.leaf_offset :] = leaves
+    mask = None if real is None else _node_mask(plan, real)
+    aggregate_levels(aggregator.layer, plan, nodes, mask)
+    return nodes, mask
+
+
+def _node_mask(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> Bool[Tensor, "b t"]:
+    """A node is real when any leaf below it is."""
+    levels = [real]
+    for parents in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
+        levels.insert(0, levels[0].reshape(real.shape[0], parents, -1).any(dim=2))
+    return torch.cat(levels, dim=1)
+
+
 def _summarise(
     level: Tensor, real: Tensor | None, parents: int, aggregator: nn.Module, detach: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +140,16 @@ def _summarise(
     children = level.reshape(b * parents, nodes // parents, d)
     if detach:
         children = children.detach()
-    if real is None:
-        return aggregator(children, None).reshape(b, parents, d), None
-    groups = real.reshape(b * parents, nodes // parents)
-    return aggregator(children, groups).reshape(b, parents, d), real.reshape(b, parents, -1).any(dim=2)
+    groups = None if real is None else real.reshape(b * parents, nodes // parents)
+    summary = _in_cache(aggregator, children, groups).reshape(b, parents, d)
+    return summary, None if real is None else real.reshape(b, parents, -1).any(dim=2)
+
+
+def _in_cache(aggregator: nn.Module, children: Tensor, groups: Tensor | None) -> Tensor:
+    """On a CPU, without gradients, a long level goes through in pieces whose activations stay in the cache."""
+    pieces = -(-children.shape[0] * children.shape[1] // CACHED_ROWS)
+    if children.is_cuda or torch.is_grad_enabled() or pieces <= 1 or torch.compiler.is_compiling():
+        return aggregator(children, groups)
+    masks = [None] * pieces if groups is None else groups.tensor_split(pieces)
+    parts = zip(children.tensor_split(pieces), masks, strict=True)
+    return torch.cat([aggregator(part, mask) for part, mask in parts])

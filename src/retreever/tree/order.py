@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.batch import without_padding
-from retreever.checks import check_choice, check_int, check_mask, check_tensor, reject
+from retreever.checks import check_choice, check_finite, check_int, check_mask, check_tensor, reject
 from retreever.tree.layout import segment_of_rank
 from retreever.tree.plan import tree_depth
 
@@ -51,9 +51,13 @@ def leaf_order(
     check_choice("order", order, ORDERS)
     check_tensor("x", x, "b n dx")
     check_int("branch", branch, 2)
+    if x.shape[2] == 0:
+        reject("x", "at least one coordinate", tuple(x.shape))
     if mask is not None:
         check_mask("mask", mask, "b n", b=x.shape[0], n=x.shape[1])
         x = without_padding(x, mask)
+    if not x.is_cuda:  # reading values there would make every call wait for the device
+        check_finite("x", x)
     if order == "given":
         return _masked_last(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]), mask)
     if order in ("axis", "random", "projection"):

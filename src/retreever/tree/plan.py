@@ -32,6 +32,14 @@ class TreePlan:
         branch: children per node, at least 2.
         block: leaf slots per leaf block (P in the paper's formulas); 0 takes the smallest that fits. Ragged batches
             take `branch`, so that every shorter context keeps the very tree it would have alone.
+
+    Attributes:
+        depth: decisions on the way down.
+        blocks: leaf blocks, branch^depth.
+        leaf_offset: first row of the leaves.
+        leaves: leaf slots in all, real or padding.
+        nodes: rows of the flat node tensor (t).
+        tokens: nodes attended to per query in a full tree, the rejected siblings of every level and one leaf block.
     """
 
     n: int
@@ -40,6 +48,9 @@ class TreePlan:
     depth: int = field(init=False)
     blocks: int = field(init=False)
     leaf_offset: int = field(init=False)
+    leaves: int = field(init=False)
+    nodes: int = field(init=False)
+    tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1)
@@ -55,21 +66,9 @@ class TreePlan:
         set_field(self, "depth", depth)
         set_field(self, "blocks", blocks)
         set_field(self, "leaf_offset", self.offset(depth + 1))
-
-    @property
-    def leaves(self) -> int:
-        """Leaf slots in all, real or padding."""
-        return self.blocks * self.block
-
-    @property
-    def nodes(self) -> int:
-        """Rows of the flat node tensor (t)."""
-        return self.leaf_offset + self.leaves
-
-    @property
-    def tokens(self) -> int:
-        """Nodes attended to per query in a full tree: rejected siblings on every level and the last leaf block."""
-        return (self.branch - 1) * self.depth + self.block
+        set_field(self, "leaves", blocks * self.block)
+        set_field(self, "nodes", self.leaf_offset + self.leaves)
+        set_field(self, "tokens", (self.branch - 1) * depth + self.block)
 
     @property
     def full(self) -> bool:

@@ -51,7 +51,7 @@ def nodes_scored(
 ) -> Int[Tensor, "b m"]:
     """How many real nodes the policy scored to choose the path: the children wherever there was a choice."""
     siblings = selected_nodes(plan, path, node_mask)[..., : plan.depth * (plan.branch - 1)]
-    rejected = (siblings.unflatten(-1, (plan.depth, plan.branch - 1)) >= 0).sum(dim=-1)
+    rejected = (siblings.reshape(*path.shape, plan.depth, plan.branch - 1) >= 0).sum(dim=-1)
     return (rejected + (rejected > 0)).sum(dim=-1)
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks, each one command: latency, tree building, memory of inference, training speed."""

@@ -1,0 +1,86 @@
+"""What numbers were measured on: processor, accelerator, versions, threads, load."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retreever.checks import reject
+from retreever.errors import BackendError
+from retreever.version import __version__
+
+_ENVIRONMENT = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+WAIT_ADVICE = "set OMP_WAIT_POLICY=PASSIVE before Python starts: threads that spin after a call slow the next one down"
+
+
+def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The machine and the software on it, ready for JSON."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": _accelerator(torch.device(device)),
+        "system": platform.system(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "triton": _installed("triton"),
+        "numba": _installed("numba"),
+        "retreever": __version__,
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+    }
+
+
+def load_average() -> list[float] | None:
+    """Load of the last 1, 5 and 15 minutes; None where the system does not say."""
+    return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the accelerator where there is one and the CPU otherwise."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        reject("device", "auto, cpu, cuda or another device torch knows", repr(name))
+    if device.type not in ("cpu", found.type if found else "cpu"):
+        raise BackendError(f"device: {name} is not available here, only {found.type + ' and ' if found else ''}cpu")
+    return device
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """One line for the foot of a table."""
+    threads = f"{facts['threads']} thread{'s' * (facts['threads'] > 1)}"
+    where = facts["accelerator"] or f"{facts['processor']}, {threads}"
+    kernels = ", ".join(f"{name} {facts[name]}" for name in ("torch", "triton", "numba") if facts[name])
+    return f"{where}; {kernels}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.processor() or platform.machine())
+
+
+def _accelerator(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,80 @@
+"""`torch.compile(fullgraph=True)` takes the modules and models whole and changes nothing they compute."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retreever import Batch, PerceiverIO, ReTreever, TransformerCA, TreeCrossAttention
+
+TINY = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
+MASK = torch.arange(9) < torch.tensor([[9], [5]])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
+def compiled(function: Callable, backend: str = "aot_eager") -> Callable:
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def points() -> Batch:
+    parts = (torch.randn(2, n, 1, generator=torch.Generator().manual_seed(n)) for n in (9, 9, 3, 3))
+    return Batch(*parts)
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).detach().abs().max())
+
+
+def searching(module: TreeCrossAttention) -> Callable[..., object]:
+    def search(query: Tensor, context: Tensor, mask: Tensor | None) -> object:
+        return module(query, module.build(context, mask))
+
+    return search
+
+
+def test_tree_cross_attention_compiles_whole() -> None:
+    """Build and search in one graph, with padding: output, path, probabilities and selected nodes stay the same."""
+    search = searching(TreeCrossAttention(16, 4).eval())
+    query, context = torch.randn(2, 3, 16), torch.randn(2, 9, 16)
+    eager, fused = search(query, context, MASK), compiled(search)(query, context, MASK)
+    assert gap(fused.output, eager.output) <= 1e-6 and gap(fused.log_prob, eager.log_prob) <= 1e-6
+    assert torch.equal(fused.path, eager.path) and torch.equal(fused.selected, eager.selected)
+    assert fused.tokens == eager.tokens
+
+
+@pytest.mark.parametrize("kind", [ReTreever, TransformerCA, PerceiverIO])
+def test_predict_compiles_whole(kind: type[nn.Module]) -> None:
+    model, data = kind(**TINY).eval(), points()
+    eager, fused = (predict(data.xc, data.yc, data.xt, MASK) for predict in (model.predict, compiled(model.predict)))
+    assert gap(fused.mean, eager.mean) <= 1e-6 and gap(fused.stddev, eager.stddev) <= 1e-6
+
+
+def test_the_loss_of_retreever_compiles_whole_with_its_gradients() -> None:
+    model, data, noise = ReTreever(**TINY), points(), torch.rand(2, 3, 3)
+    results = []
+    for loss in (model.loss, compiled(model.loss)):
+        model.zero_grad()
+        parts = loss(data, noise)
+        parts.total.backward()
+        results.append([*parts, *(p.grad.clone() for p in model.parameters())])
+    assert all(gap(one, two) <= 1e-5 for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@torch.no_grad()
+def test_inductor_agrees_with_eager() -> None:
+    search = searching(TreeCrossAttention(8, 2, aggregator="mean", hidden=0, residual="none").eval())
+    query, context = torch.randn(1, 2, 8), torch.randn(1, 4, 8)
+    fused = compiled(search, backend="inductor")(query, context, None)
+    assert gap(fused.output, search(query, context, None).output) <= 1e-5
