@@ -157,7 +157,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def close(got: Tensor, same: Tensor, want: Tensor, factor: float) -> bool:
     """Error of `got` within `factor` times that of the reference in the same dtype, or within its rounding."""
-    bound = factor * error(same, want) + 4 * torch.finfo(got.dtype).eps * max(1.0, float(want.abs().max()))
+    bound = factor * error(same, want) + 8 * torch.finfo(got.dtype).eps * max(1.0, float(want.abs().max()))
     return error(got, want) <= bound
 
 

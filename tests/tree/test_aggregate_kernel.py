@@ -58,10 +58,10 @@ def test_fused_build_equals_plain_build(
         _, fused, fused_mask = build_nodes(context, aggregator, branch, mask)
     with torch.enable_grad():  # asking for a gradient takes the plain path
         _, plain, plain_mask = build_nodes(context, aggregator, branch, mask)
-        _, exact, _ = build_nodes(context.double(), an_aggregator(dim, heads, residual).to("cuda", dtype).double(), branch, mask)
+        _, exact, _ = build_nodes(context.double(), aggregator.double(), branch, mask)
     assert (fused_mask is None and plain_mask is None) or torch.equal(fused_mask, plain_mask)
     ours, theirs = (fused - exact).abs().max(), (plain - exact).abs().max()
-    assert ours <= 2 * theirs + 1e-6
+    assert ours <= 2 * theirs + 8 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 def test_layers_the_kernel_cannot_do_are_left_to_plain_torch() -> None:

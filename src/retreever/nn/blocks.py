@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Bool, Float
@@ -102,11 +105,8 @@ class AttentionBlock(nn.Module):
 
     def key_values(self, context: Float[Tensor, "b t c"]) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]]:
         """Keys and values of `context`: two halves of one tensor, so a node's key and value lie side by side."""
-        if self.context_norm is not None:
-            context = self.context_norm(context)
-        elif self.shared_norm:
-            context = self.norm(context)
-        keys, values = self.to_kv(context).unflatten(-1, (2, self.heads, -1)).unbind(dim=-3)
+        norm = self.norm if self.shared_norm else self.context_norm
+        keys, values = norm_linear(context, norm, self.to_kv).unflatten(-1, (2, self.heads, -1)).unbind(dim=-3)
         return keys, values
 
     def finish(
@@ -158,6 +158,25 @@ class AttentionBlock(nn.Module):
         normed, q = self.start(query)
         keys, values = self.key_values(context)
         return self.finish(query, normed, self.attend(q, keys, values, mask))
+
+
+def norm_linear(x: Float[Tensor, "*b d"], norm: nn.Module | None, linear: nn.Linear) -> Float[Tensor, "*b out"]:
+    """linear(norm(x)); one kernel where no gradient is asked for on CUDA."""
+    if norm is None:
+        return linear(x)
+    quick = x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if quick and isinstance(norm, nn.LayerNorm) and triton_installed():
+        from retreever.nn.norm_linear_kernel import fits, norm_linear_fused
+
+        if fits(x, linear):
+            return norm_linear_fused(x, norm, linear)
+    return linear(norm(x))
+
+
+@cache
+def triton_installed() -> bool:
+    """Whether kernels can be had on CUDA."""
+    return find_spec("triton") is not None
 
 
 def attend_few(

@@ -6,6 +6,7 @@ each batch row and head belongs to one thread, which goes through the queries in
 result is the same to the last bit for any number of threads.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math
@@ -49,16 +50,20 @@ from retreever.ops.numba_simd import (
 
 @part
 def _trace(tile, rows, nodes, path, branch, depth, block):
-    """All rows the queries of a tile met: the children on every level, then the leaves."""
-    leaf, blocks = leaves(branch, depth)
-    offset, power = 0, 1
-    for level in range(depth):
-        for i in range(tile.count):
-            nodes[i] = path[i] // (blocks // power)
+    """All rows the queries of a tile met, children level by level and then leaves, and in `nodes`, from its
+    second row on, the child each of them took on every level."""
+    offset, power = leaves(branch, depth)
+    rows_of(tile, rows, depth * branch, block, offset, path)
+    for i in range(tile.queries):
+        nodes[i] = path[i]
+    for level in range(depth - 1, -1, -1):
+        offset -= power
+        power //= branch
+        for i in range(tile.queries):
+            parent = nodes[i] // branch
+            nodes[(level + 1) * LANES + i] = nodes[i] - parent * branch
+            nodes[i] = parent
         rows_of(tile, rows, level * branch, branch, offset, nodes)
-        power *= branch
-        offset += power
-    rows_of(tile, rows, depth * branch, block, leaf, path)
 
 
 @part
@@ -114,31 +119,29 @@ def _tile_scores(tile, tensors, at, slot, rows, nodes, reals, key_strides, value
     b, there = at // m, item * at * heads * width
     row_keys = pointer(keys + item * b * key_strides[0], real)
     row_values = pointer(values + item * b * value_strides[0], real)
-    tile_path, tile_grad = pointer(path + 8 * at, INDEX), pointer(grad_output + there, real)
+    tile_grad = pointer(grad_output + there, real)
     tile_shares = pointer(shares + item * slot * met * wide, real)
     tile_slopes = pointer(slopes + item * slot * met * wide, real)
-    _trace(tile, rows, nodes, tile_path, branch, depth, block)
+    _trace(tile, rows, nodes, pointer(path + 8 * at, INDEX), branch, depth, block)
     score(tile, tile_slopes, rows, 0, met, pointer(q + there, real), row_keys, key_strides, scale)
-    score(tile, tile_shares, rows, 0, met, tile_grad, row_values, value_strides, type(real)(1))
     if mask:
         hide(tile, tile_slopes, rows, 0, met, pointer(mask + b * (leaf + blocks * block), BYTE))
-    for i in range(tile.count):
+    score(tile, tile_shares, rows, 0, met, tile_grad, row_values, value_strides, type(real)(1))
+    for i in range(tile.queries):
         for h in range(heads):
             to = (i * heads + h) * width
-            lses[h * tile.count + i] = pointer(lse, real)[(at + i) * heads + h]
-            deltas[h * tile.count + i] = dot(tile_grad, to, pointer(output + there, real), to, width)
-            ones[h * tile.count + i] = 1
+            lses[h * tile.queries + i] = pointer(lse, real)[(at + i) * heads + h]
+            deltas[h * tile.queries + i] = dot(tile_grad, to, pointer(output + there, real), to, width)
+            ones[h * tile.queries + i] = 1
     wanted = grad_log_prob != 0
-    power = blocks
     for level in range(depth):
-        power //= branch
-        for i in range(tile.count):
-            picks[i] = tile_path[i] // power % branch
+        for i in range(tile.queries):
+            picks[i] = nodes[(level + 1) * LANES + i]
         spread(tile, picks, 0, load(picks, 0))
         if wanted:
             softmax(tile, tile_slopes, weights, level * branch, branch, real)
-            by_log_prob = load_first(pointer(grad_log_prob, real), at, tile.count)
-            by_entropy = load_first(pointer(grad_entropy, real), at, tile.count)
+            by_log_prob = load_first(pointer(grad_log_prob, real), at, tile.queries)
+            by_entropy = load_first(pointer(grad_entropy, real), at, tile.queries)
             _policy_slopes(tile, weights, gains, picks, by_log_prob, by_entropy, branch, real)
         _slopes(
             tile, tile_shares, tile_slopes, level * branch, branch, picks, weights, wanted, lses, deltas, scale, real
@@ -155,7 +158,7 @@ def _backward_scores(tensors, key_strides, value_strides, sizes, items, turns, r
     met, tiles = branch * depth + block, (m + LANES - 1) // LANES
     rows = pointer(scratch.ctypes.data, INDEX)
     nodes = pointer(scratch.ctypes.data + 8 * LANES * met, INDEX)
-    reals = scratch.ctypes.data + 8 * LANES * (met + 1)
+    reals = scratch.ctypes.data + 8 * LANES * (met + depth + 1)
     index = claim(turns, -1)
     while index < items:
         b, start = index // tiles, index % tiles * LANES
@@ -178,21 +181,31 @@ def backward_scores(tensors, key_strides, value_strides, sizes, items, turns, re
     """
     m, heads, _, branch, depth, block = sizes
     met, wide, item = branch * depth + block, lanes(heads, min(m, LANES)), np.finfo(real).bits // 8
-    scratch = np.empty(8 * LANES * (met + 1) + item * (2 * branch + 9) * wide + item * 2 * LANES, np.uint8)
+    scratch = np.empty(8 * LANES * (met + depth + 1) + item * (2 * branch + 9) * wide, np.uint8)
     _backward_scores(tensors, key_strides, value_strides, sizes, items, turns, real, scratch)
 
 
 @part
-def _add(sums, at, weight, rows, start, width, real):
-    """sums[at ...] += weight * rows[start ...], over the width of a head."""
-    factor = splat(weight, real)
-    full = width // LANES * LANES
-    for x in range(0, full, LANES):
-        store(sums, at + x, fma(factor, load(rows, start + x), load(sums, at + x)))
-    if full < width:
-        rest = width - full
-        part_sum = fma(factor, load_first(rows, start + full, rest), load_first(sums, at + full, rest))
-        store_first(sums, at + full, part_sum, rest)
+def _write(tile, weights, rows, met, source, sums, low, high, real):
+    """Add each query's `source`, times its weight for the node, to every node row it met; heads low ... high - 1."""
+    size = tile.heads * tile.width
+    for i in range(tile.queries):
+        for h in range(low, high):
+            for x in range(0, tile.width, LANES):
+                rest = tile.width - x
+                at, lane = h * tile.width + x, h * tile.queries + i
+                if rest >= LANES:
+                    vector = load(source, i * size + at)
+                    for r in range(met):
+                        to = rows[r * LANES + i] * size + at
+                        weight = splat(weights[r * tile.stride + lane], real)
+                        store(sums, to, fma(weight, vector, load(sums, to)))
+                else:
+                    vector = load_first(source, i * size + at, rest)
+                    for r in range(met):
+                        to = rows[r * LANES + i] * size + at
+                        weight = splat(weights[r * tile.stride + lane], real)
+                        store_first(sums, to, fma(weight, vector, load_first(sums, to, rest)), rest)
 
 
 @part
@@ -216,18 +229,11 @@ def _backward_nodes(tensors, sizes, items, turns, real, scratch):
             tile = Tile(heads, width, count, lanes(heads, count))
             at = b * m + start
             there = item * at * heads * width
-            tile_q, tile_grad = pointer(q + there, real), pointer(grad_output + there, real)
             tile_shares = pointer(shares + item * slot * met * wide, real)
             tile_slopes = pointer(slopes + item * slot * met * wide, real)
             _trace(tile, rows, nodes, pointer(path + 8 * at, INDEX), branch, depth, block)
-            for i in range(count):
-                for r in range(met):
-                    to = rows[r * LANES + i] * heads * width
-                    for h in range(low, high):
-                        lane = r * tile.stride + h * count + i
-                        source = (i * heads + h) * width
-                        _add(row_keys, to + h * width, tile_slopes[lane], tile_q, source, width, real)
-                        _add(row_values, to + h * width, tile_shares[lane], tile_grad, source, width, real)
+            _write(tile, tile_slopes, rows, met, pointer(q + there, real), row_keys, low, high, real)
+            _write(tile, tile_shares, rows, met, pointer(grad_output + there, real), row_values, low, high, real)
         finish(turns)
         index = claim(turns, index)
 
@@ -243,5 +249,5 @@ def backward_nodes(tensors, sizes, items, turns, real):
         items, turns, real: as in `forward`.
     """
     _, _, _, branch, depth, block, _ = sizes
-    scratch = np.empty(8 * LANES * (branch * depth + block + 1), np.uint8)
+    scratch = np.empty(8 * LANES * (branch * depth + block + depth + 1), np.uint8)
     _backward_nodes(tensors, sizes, items, turns, real, scratch)

@@ -1,13 +1,14 @@
 """The forward walk of tree attention, compiled, over tiles of up to sixteen queries; parts are shared with backward.
 
 Dot products run along the width of one head of one node. Everything between them (softmax, policy, choice, entropy)
-runs across the tile: in a row of scores, lane h * count + i belongs to head h of query i, so a small tile fills few
+runs across the tile: in a row of scores, lane h * queries + i belongs to head h of query i, so a small tile fills few
 vectors and the mean over heads is a sum of shifted loads.
 
 Kernels take addresses and strides: turning a tensor into a Numba array costs more than answering a query. The type of
 `real` is the type everything is computed in. They release the GIL, so plain Python threads run them side by side.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math
@@ -44,7 +45,7 @@ class Tile(NamedTuple):
 
     heads: int
     width: int
-    count: int
+    queries: int
     stride: int
 
 
@@ -83,7 +84,7 @@ def finish(turns):
 def rows_of(tile, rows, first, children, start, nodes):
     """Note which nodes come next: `children` per query, side by side, from row start + children * nodes[i] on."""
     for c in range(children):
-        for i in range(tile.count):
+        for i in range(tile.queries):
             rows[(first + c) * LANES + i] = start + children * nodes[i] + c
 
 
@@ -102,22 +103,27 @@ def dot(a, i, b, j, width):
 @part
 def score(tile, scores, rows, first, stop, q, nodes, strides, scale):
     """Scaled dot products of every query with its node rows first ... stop - 1."""
-    for i in range(tile.count):
+    for i in range(tile.queries):
         for r in range(first, stop):
             at = rows[r * LANES + i] * strides[1]
             for h in range(tile.heads):
                 product = dot(q, (i * tile.heads + h) * tile.width, nodes, at + h * strides[2], tile.width)
-                scores[r * tile.stride + h * tile.count + i] = product * scale
+                scores[r * tile.stride + h * tile.queries + i] = product * scale
 
 
 @part
 def hide(tile, scores, rows, first, stop, mask):
-    """Set the scores of padding to -inf."""
-    for r in range(first, stop):
-        for i in range(tile.count):
+    """Padding gets score -inf, and its row becomes that of a real node: no weight meets what it may hold, say NaN."""
+    for i in range(tile.queries):
+        real_row = rows[first * LANES + i]
+        for r in range(first, stop):
+            if mask[rows[r * LANES + i]]:
+                real_row = rows[r * LANES + i]
+        for r in range(first, stop):
             if mask[rows[r * LANES + i]] == 0:
+                rows[r * LANES + i] = real_row
                 for h in range(tile.heads):
-                    scores[r * tile.stride + h * tile.count + i] = -np.inf
+                    scores[r * tile.stride + h * tile.queries + i] = -np.inf
 
 
 @part
@@ -142,7 +148,7 @@ def policy(tile, weights, c, real):
     """Probability of child c: the mean of its weight over the heads. And its logarithm, finite at 0."""
     mass = load(weights, c * tile.stride)
     for h in range(1, tile.heads):
-        mass = mass + load(weights, c * tile.stride + h * tile.count)
+        mass = mass + load(weights, c * tile.stride + h * tile.queries)
     probability = mass * splat(1 / tile.heads, real)
     return probability, log(larger(probability, splat(np.finfo(real).tiny, real)))
 
@@ -178,7 +184,7 @@ def _choose(tile, weights, logs, uniform, noisy, children, real):
 def spread(tile, row, at, per_query):
     """Repeat one number per query for every head, from row[at] on: what a store spills over, the next overwrites."""
     for h in range(tile.heads):
-        store(row, at + h * tile.count, per_query)
+        store(row, at + h * tile.queries, per_query)
 
 
 @part
@@ -191,7 +197,7 @@ def _descend(tile, scores, rows, picks, nodes, first, children, real):
             kept, moved = load(scores, c * tile.stride + g), load(scores, last * tile.stride + g)
             store(scores, c * tile.stride + g, where_equal(load(picks, g), index, moved, kept))
         index = index + splat(1.0, real)
-    for i in range(tile.count):
+    for i in range(tile.queries):
         c = int(picks[i])
         rows[(first + c) * LANES + i] = rows[last * LANES + i]
         nodes[i] = nodes[i] * children + c
@@ -216,9 +222,9 @@ def _weigh(tile, scores, selected, norms, lse, real):
 @part
 def read(tile, weights, rows, selected, norms, nodes, strides, output, real):
     """Weighted sum of the `selected` node rows of every query."""
-    for i in range(tile.count):
+    for i in range(tile.queries):
         for h in range(tile.heads):
-            lane = h * tile.count + i
+            lane = h * tile.queries + i
             for x in range(0, tile.width, LANES):
                 at, to, rest = h * strides[2] + x, (i * tile.heads + h) * tile.width + x, tile.width - x
                 acc = splat(0.0, real)

@@ -4,6 +4,7 @@ What LLVM makes of a scalar loop depends on trip counts it does not know; these 
 shape, and compile faster than a search for them. There are no fast-math flags: -inf marks a masked node and survives.
 """
 
+# mypy: allow-untyped-calls
 from __future__ import annotations
 
 import math
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+from numba import extending, njit, types
+from numba.extending import lower_builtin, models, register_model, type_callable
 
 LANES = 16
 _INT32 = ir.IntType(32)
+intrinsic: Any = extending.intrinsic  # its type describes the typing function, not the call in a kernel
 
-# A function kernels are made of. Division by zero follows IEEE: the checks Python asks for would break up every loop.
+# Division by zero follows IEEE: the checks Python asks for would break up every loop.
 _jit: Callable[..., Any] = partial(njit, error_model="numpy")
+# A function kernels are made of.
 part: Callable[..., Any] = partial(_jit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
@@ -165,7 +168,9 @@ def load(_typing: Any, base: Any, index: Any) -> Any:
     kind = Lanes(base.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
-        return builder.load(_at(builder, *values, context.get_value_type(kind)), align=base.dtype.bitwidth // 8)
+        return builder.load(
+            _at(builder, values[0], values[1], context.get_value_type(kind)), align=base.dtype.bitwidth // 8
+        )
 
     return kind(base, types.intp), codegen
 
@@ -175,7 +180,7 @@ def store(_typing: Any, base: Any, index: Any, vector: Any) -> Any:
     """Write the lanes to base[index] ... base[index + LANES - 1]."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
-        builder.store(values[2], _at(builder, *values[:2], values[2].type), align=base.dtype.bitwidth // 8)
+        builder.store(values[2], _at(builder, values[0], values[1], values[2].type), align=base.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.none(base, types.intp, vector), codegen
@@ -225,7 +230,7 @@ def fetch_add(_typing: Any, counter: Any) -> Any:
     return types.int64(counter), codegen
 
 
-# ---------------------------------------------------------------- exp and log, by series short enough for each precision
+# ---------------------------------------------------------------- exp and log, by series
 
 
 def _layout(kind: ir.VectorType) -> tuple[ir.VectorType, int, int]:

@@ -83,8 +83,7 @@ def query_gradient(
         child_taken = (parent - 1) % K
         parent = (parent - 1) // K
         first = parent * K
-        scores, _known = child_scores(q_tile, key_base, mask, first, key_row, K, KEY_HEAD, HEADS, WIDTH,
-                                      C, KP, M, H, E)  # fmt: skip
+        scores = child_scores(q_tile, key_base, mask, first, key_row, K, KEY_HEAD, HEADS, WIDTH, C, KP, M, H, E)
         highest = tl.max(scores, axis=1)
         level_lse = highest + tl.log(tl.sum(tl.exp(scores - highest[:, None]), axis=1))
         weights = tl.exp(scores - level_lse[:, None])

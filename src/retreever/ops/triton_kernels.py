@@ -44,12 +44,8 @@ def score(q, k, real):
 @triton.jit
 def child_scores(q, keys, mask, first, key_row, K, HEAD_STRIDE, HEADS, WIDTH, C: tl.constexpr, KP: tl.constexpr,
                  M: tl.constexpr, H: tl.constexpr, E: tl.constexpr):  # fmt: skip
-    """(M, KP, H) scores of the K children that start at rows `first`, also when not all keys fit into registers.
-
-    And, if they do, which children are real (M, C).
-    """
+    """(M, KP, H) scores of the K children that start at rows `first`, also when not all keys fit into registers."""
     slot = tl.arange(0, C)[None, :]
-    real = slot < K
     if KP == C:
         rows = first[:, None] + slot
         real = real_nodes(mask, rows, slot < K)
@@ -64,7 +60,7 @@ def child_scores(q, keys, mask, first, key_row, K, HEAD_STRIDE, HEADS, WIDTH, C:
             part = score(q, tile(keys, rows * key_row, child < K, HEAD_STRIDE, HEADS, WIDTH, H, E), found)
             pieces = tl.where(piece == i, part[:, None], pieces)
         scores = tl.reshape(pieces, (M, KP, H))
-    return scores, real
+    return scores
 
 
 @triton.jit
@@ -152,8 +148,8 @@ def descend(
 ):  # fmt: skip
     """Walk M queries from the root to their leaf blocks.
 
-    Each level waits for the one before, so little may stand between a score and the next load: the children that were
-    not taken wait one level, and join the attention while the keys below the one that was are on their way.
+    Each level waits for the one before, so little may stand between a score and the next load: keys and values of all
+    children are asked for at once, before it is known which child is taken.
     """
     index, live, batch, q_tile, key_base, value_base = load_queries(
         q, keys, values, queries, m, q_batch, q_row, key_batch, value_batch, UNIT, HEADS, WIDTH, Q_HEAD, M, H, E
@@ -167,16 +163,13 @@ def descend(
     # Running maxima start at the lowest finite number: minus infinity less it is minus infinity, not NaN.
     top, total = tl.full((M, C, H), -3.4028234663852886e38, tl.float32), tl.zeros((M, C, H), tl.float32)
     mixed = tl.zeros((M, C, H, E), tl.float32)
-    waiting, siblings = tl.full((M, C, H), float("-inf"), tl.float32), tl.full((M, C), 0, tl.int1)
-    previous = first
     for level in range(depth):
         if KP == C:
-            at = (previous[:, None] + slot) * value_row
-            v = tile(value_base, at, siblings, VALUE_HEAD, HEADS, WIDTH, H, E)
-        scores, real = child_scores(q_tile, key_base, mask, first, key_row, K, KEY_HEAD, HEADS, WIDTH,
-                                    C, KP, M, H, E)  # fmt: skip
-        if KP == C:
-            top, total, mixed = absorb(waiting, v, top, total, mixed)
+            k, v, real = family(key_base, value_base, mask, first, slot, K, key_row, value_row,
+                                KEY_HEAD, VALUE_HEAD, HEADS, WIDTH, H, E)  # fmt: skip
+            scores = score(q_tile, k, real)
+        else:
+            scores = child_scores(q_tile, key_base, mask, first, key_row, K, KEY_HEAD, HEADS, WIDTH, C, KP, M, H, E)
         weights = tl.exp(scores - tl.max(scores, axis=1)[:, None])
         policy = head_mean(weights / tl.sum(weights, axis=1)[:, None], HEADS, H)
         uniform = None
@@ -188,8 +181,8 @@ def descend(
         path_log_prob += tl.sum(tl.where(taken, log_pi, 0.0), axis=1)
         path_entropy -= tl.sum(policy * log_pi, axis=1)
         if KP == C:
-            siblings = real & (slot != chosen[:, None])
-            waiting, previous = tl.where(siblings[:, :, None], scores, float("-inf")), first
+            others = tl.where(taken[:, :, None], float("-inf"), scores)
+            top, total, mixed = absorb(others, v, top, total, mixed)
         else:
             for start in range(0, K, C):
                 child = start + slot
@@ -198,10 +191,6 @@ def descend(
                 others = score(q_tile, k, found & (child != chosen[:, None]))
                 top, total, mixed = absorb(others, v, top, total, mixed)
         first = (first + chosen + 1) * K
-    if KP == C:
-        at = (previous[:, None] + slot) * value_row
-        v = tile(value_base, at, siblings, VALUE_HEAD, HEADS, WIDTH, H, E)
-        top, total, mixed = absorb(waiting, v, top, total, mixed)
     leaf_block = (first - leaf_offset) // K
     for start in range(0, block, C):
         k, leaf_v, real = family(key_base, value_base, mask, leaf_offset + leaf_block * block, start + slot, block,

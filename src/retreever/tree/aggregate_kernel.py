@@ -14,26 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from retreever.nn.blocks import AttentionBlock
+from retreever.nn.norm_linear_kernel import normalise, precision, project
 from retreever.tree.plan import TreePlan, tree_depth
 
-# Rows of a tile and warps of a program; programs a level needs to be worth a launch of its own.
-ROWS, WARPS, BUSY = 64, 4, 256
-
-
-@triton.jit
-def normalise(x, weight, bias, D: tl.constexpr):
-    """Layer norm of the rows of x."""
-    mean = tl.sum(x, axis=1) / D
-    centred = x - mean[:, None]
-    scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / D + 1e-5)
-    return centred * scale[:, None] * weight[None, :] + bias[None, :]
-
-
-@triton.jit
-def project(x, weight, rows, columns, row_stride, PRECISION: tl.constexpr):
-    """x @ W.T for rows `columns` of a torch Linear weight W (out, in), whose inputs are `rows`."""
-    w = tl.load(weight + columns[None, :] * row_stride + rows[:, None])
-    return tl.dot(x.to(w.dtype), w, input_precision=PRECISION)
+# Rows of a tile on long levels and on short ones, and the number of families up to which a level is short: there the
+# time is that of one program, not of the GPU.
+ROWS, SHORT_ROWS, SHORT = 64, 32, 4096
 
 
 @triton.jit
@@ -61,18 +47,18 @@ def families_up(
     # A row sees the real children of its family; a family of padding alone sees itself, and is dropped in the end.
     sees = (row[:, None] // CHILDREN == row[None, :] // CHILDREN) & real[None, :]
     sees = sees | (row[:, None] == row[None, :])
-    q = project(normed, q_w, column, column, D, PRECISION) * SCALE
-    k = tl.trans(project(context, kv_w, column, column, D, PRECISION))
-    v = project(context, kv_w, column, D + column, D, PRECISION)
-    mixed = tl.zeros([ROWS, D], tl.float32)
-    for h in tl.static_range(HEADS):  # a head is a band of columns: zeros elsewhere keep the others out
-        band = (column // E == h)[None, :]
-        scores = tl.dot(tl.where(band, q, 0.0), k, input_precision=PRECISION)
+    head = tl.arange(0, E)
+    attended = tl.zeros([ROWS, D], tl.float32)
+    for h in tl.static_range(HEADS):
+        q = project(normed, q_w, column, h * E + head, D, PRECISION) * SCALE
+        k = project(context, kv_w, column, h * E + head, D, PRECISION)
+        v = project(context, kv_w, column, D + h * E + head, D, PRECISION)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(sees, scores, float("-inf"))
         weights = tl.exp(scores - tl.max(scores, axis=1)[:, None])
         weights = weights / tl.sum(weights, axis=1)[:, None]
-        mixed += tl.dot(weights, tl.where(band, v, 0.0), input_precision=PRECISION)
-    attended = project(mixed, out_w, column, column, D, PRECISION)
+        mixed = tl.dot(weights, v, input_precision=PRECISION)
+        attended += project(mixed, out_w + h * E, head, column, D, PRECISION)
     out = (x if PRE else normed) + attended + tl.load(out_b + column)[None, :]
     fed = normalise(out, tl.load(feed_w + column), tl.load(feed_b + column), D)
     total = (out if PRE else fed) + tl.load(down_b + column)[None, :]
@@ -129,22 +115,20 @@ def aggregate_levels(layer: AttentionBlock, plan: TreePlan, nodes: Tensor, mask:
     Long levels are a launch each. Once a level is too short to keep a GPU busy, a launch climbs as many levels as its
     programs can without waiting for one another.
     """
-    level = plan.depth
-    if level:
-        _launch(layer, nodes, mask, plan.leaf_offset, plan.offset(level), plan.blocks, plan.block, steps=1)
-        level -= 1
+    level, children, first_child = plan.depth, plan.block, plan.leaf_offset
     while level:
         parents = plan.branch**level
-        per_program = _families_per_program(plan.branch)
-        short = nodes.shape[0] * parents <= BUSY * per_program
-        steps = min(level, 1 + tree_depth(per_program + 1, plan.branch)) if short else 1
-        _launch(layer, nodes, mask, plan.offset(level + 1), plan.offset(level), parents, plan.branch, steps)
-        level -= steps
+        short = nodes.shape[0] * parents <= SHORT
+        rows = SHORT_ROWS if short else ROWS
+        steps = min(level, climb(rows, children)) if short and children == plan.branch else 1
+        _launch(layer, nodes, mask, first_child, plan.offset(level), parents, children, rows, steps)
+        level, children = level - steps, plan.branch
+        first_child = plan.offset(level + 1)
 
 
-def _families_per_program(children: int) -> int:
-    """The largest power of `children` whose families fill the rows of a tile, so that whole subtrees stay together."""
-    return children ** tree_depth(ROWS // children + 1, children)
+def climb(rows: int, children: int) -> int:
+    """How many levels a tile of `rows` rows can climb: rows hold children^climb nodes of one subtree."""
+    return tree_depth(rows + 1, children)
 
 
 def _launch(
@@ -155,12 +139,13 @@ def _launch(
     parent: int,
     parents: int,
     children: int,
+    rows: int,
     steps: int,
 ) -> None:
     feed = layer.feed_forward
     assert feed is not None
     families = nodes.shape[0] * parents
-    count = ROWS // children if steps == 1 else _families_per_program(children)
+    count = rows // children if steps == 1 else children ** (climb(rows, children) - 1)
     dim, heads = nodes.shape[2], layer.heads
     aggregate_up[(-(-families // count),)](
         nodes, mask, nodes.stride(0), 0 if mask is None else mask.stride(0), child, parent, parents, families, count, steps,
@@ -168,10 +153,5 @@ def _launch(
         layer.to_out.weight, layer.to_out.bias, layer.feed_norm.weight, layer.feed_norm.bias,
         feed.up.weight, feed.up.bias, feed.down.weight, feed.down.bias,
         children, heads, dim, feed.down.in_features, layer.residual == "pre", (dim // heads) ** -0.5,
-        _precision(nodes.dtype), ROWS, num_warps=WARPS, num_stages=1,
+        precision(nodes.dtype), rows, num_warps=4, num_stages=1,
     )  # fmt: skip
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """Products of float32 keep float32 accuracy (three passes of tf32) unless the user allows tf32."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"

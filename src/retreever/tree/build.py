@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
+from retreever.nn.blocks import triton_installed
 from retreever.tree.aggregate import TransformerAggregator
 from retreever.tree.layout import leaf_layout
 from retreever.tree.plan import TreePlan
@@ -104,10 +105,10 @@ def _one_launch_per_level(aggregator: nn.Module, branch: int, context: Tensor) -
         return False
     if not isinstance(aggregator, TransformerAggregator) or (aggregator.training and aggregator.layer.dropout):
         return False
-    try:
-        from retreever.tree.aggregate_kernel import fits
-    except ImportError:
+    if not triton_installed():
         return False
+    from retreever.tree.aggregate_kernel import fits
+
     return fits(aggregator.layer, branch, context)
 
 
