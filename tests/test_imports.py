@@ -17,12 +17,11 @@ FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 # Data flows from left to right; a module imports from its own group or from groups to its left.
 GROUPS = (
-    "version", "errors", "checks", "batch", "tasks", "nn", "tree", "ops", "attention", "objective", "models", "train",
-    "report", "pretrained", "bench", "demo", "cli",
+    "version", "errors", "checks", "batch", "tasks", "nn", "tree", "ops", "results", "attention", "objective", "models",
+    "train", "report", "pretrained", "bench", "demo", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
-UNDOCUMENTED = pytest.mark.xfail(reason="context() and query() of the embeddings have no docstring")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -33,7 +32,6 @@ def fresh_python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.xfail(reason="the decorator of ops.api._choose() loads torch._dynamo, and that loads triton")
 def test_importing_loads_no_optional_dependency() -> None:
     """Not even when every public name is used."""
     heavy = ("triton", "numba", "matplotlib", "rich", "tyro", "PIL", "sklearn")
@@ -159,7 +157,7 @@ def is_typed(function: Function) -> bool:
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=UNDOCUMENTED if path.name == "embed.py" else ()) for path in FILES],
+    FILES,
     ids=NAMES,
 )
 def test_everything_public_is_documented(path: Path) -> None:

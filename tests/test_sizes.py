@@ -48,12 +48,9 @@ def test_body_lines_are_counted_without_signature_and_docstring() -> None:
     assert isinstance(function, ast.FunctionDef) and body_lines(function) == 3
 
 
-TOO_LONG = pytest.mark.xfail(reason="to be split")
-
-
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=TOO_LONG if name_of(path) == "attention.py" else ()) for path in FILES],
+    FILES,
     ids=map(name_of, FILES),
 )
 def test_no_file_is_long(path: Path) -> None:

@@ -8,11 +8,8 @@ Both work in two steps, because a context is prepared once and queried often:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.checks import (
@@ -28,67 +25,16 @@ from retreever.checks import (
 )
 from retreever.nn.blocks import AttentionBlock, Residual
 from retreever.nn.multihead import copy_multihead, multihead_arguments
-from retreever.ops.api import Impl, TreeAttention, full_attention, tree_attention
+from retreever.ops.api import IMPLS, Impl, TreeAttention, full_attention, tree_attention
+from retreever.results import (
+    RETRIEVALS,
+    CrossAttentionResult,
+    KeyValues,
+    Retrieval,
+    TreeCrossAttentionResult,
+)
 from retreever.tree.aggregate import Aggregator, make_aggregator
 from retreever.tree.build import Tree, build_nodes
-from retreever.tree.plan import TreePlan
-from retreever.tree.selected import leaf_nodes, nodes_scored, selected_nodes
-
-Retrieval = Literal["policy", "full"]
-RETRIEVALS: tuple[Retrieval, ...] = ("policy", "full")
-
-
-@dataclass(frozen=True)
-class KeyValues:
-    """A context prepared for `CrossAttention`."""
-
-    keys: Float[Tensor, "b n h e"]
-    values: Float[Tensor, "b n h e"]
-    mask: Bool[Tensor, "b n"] | None = None
-
-
-@dataclass(frozen=True)
-class CrossAttentionResult:
-    """Output of `CrossAttention`, and how many tokens each query attended to."""
-
-    output: Float[Tensor, "b m d"]
-    tokens: int
-
-
-@dataclass(frozen=True)
-class TreeCrossAttentionResult:
-    """Output of `TreeCrossAttention` and the search behind it; the same in training and in evaluation."""
-
-    output: Float[Tensor, "b m d"]
-    path: Int[Tensor, "b m"]
-    log_prob: Float[Tensor, "b m"]
-    entropy: Float[Tensor, "b m"]
-    plan: TreePlan
-    node_mask: Bool[Tensor, "b t"] | None
-    retrieval: Retrieval
-
-    @property
-    def tokens(self) -> int:
-        """Nodes attended to per query in a full tree."""
-        return self.plan.tokens if self.retrieval == "policy" else self.plan.n
-
-    @property
-    def selected(self) -> Int[Tensor, "b m s"]:
-        """Node ids of the selected set, -1 where unused."""
-        nodes = selected_nodes if self.retrieval == "policy" else leaf_nodes
-        return nodes(self.plan, self.path, self.node_mask)
-
-    @property
-    def tokens_read(self) -> Int[Tensor, "b m"]:
-        """Real nodes attended to, per query: never counts padding."""
-        return (self.selected >= 0).sum(dim=-1)
-
-    @property
-    def nodes_scored(self) -> Int[Tensor, "b m"]:
-        """Real nodes the policy scored on its way, per query; none when all leaves are read."""
-        if self.retrieval == "full":
-            return torch.zeros_like(self.path)
-        return nodes_scored(self.plan, self.path, self.node_mask)
 
 
 class CrossAttention(nn.Module):
@@ -193,6 +139,7 @@ class TreeCrossAttention(nn.Module):
         super().__init__()
         check_int("branch", branch, 2)
         check_choice("retrieval", retrieval, RETRIEVALS)
+        check_choice("impl", impl, IMPLS)
         self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias)
         width = dim if kdim is None else kdim
         if aggregator == "transformer" and width % heads:
@@ -268,6 +215,8 @@ class TreeCrossAttention(nn.Module):
         if noise is None and self.training:
             shape = (*q.shape[:2], tree.plan.depth)
             noise = torch.rand(shape, device=q.device, generator=generator)
+        elif isinstance(noise, Tensor) and not noise.is_cuda:
+            check_finite("noise", noise)
         return tree_attention(q, tree.keys, tree.values, tree.plan, tree.mask, noise, self.impl)
 
     def _full_result(self, query: Tensor, tree: Tree, normed: Tensor, q: Tensor) -> TreeCrossAttentionResult:
@@ -303,13 +252,17 @@ def _readout(
 
 def _check_query(query: Tensor, keys: Tensor, block: AttentionBlock) -> None:
     check_tensor("query", query, "b m d", b=keys.shape[0], d=block.to_q.in_features)
+    check_same("query", query, "the context", keys, dtype=False)
     _check_like_weights("query", query, block)
-    check_same("query", query, "the context", keys, dtype=not torch.is_autocast_enabled(query.device.type))
+    check_tensor("keys", keys, "b n h e", h=block.heads, e=block.to_q.out_features // block.heads)
+    if not torch.is_autocast_enabled(query.device.type):
+        check_same("query", query, "the context", keys)
     if not query.is_cuda:  # reading values there would make every call wait for the device
         check_finite("query", query)
 
 
 def _check_like_weights(argument: str, value: Tensor, block: AttentionBlock) -> None:
     check_float(argument, value)
+    check_same(argument, value, "the weights", block.to_q.weight, dtype=False)
     if not torch.is_autocast_enabled(value.device.type):
         check_same(argument, value, "the weights", block.to_q.weight)

@@ -85,11 +85,22 @@ def collate(rows: Sequence[Batch]) -> Batch:
     """Stack batches of different sizes into one ragged batch, padded with zeros and masked."""
     if not rows:
         reject("rows", "at least one batch", "none")
+    for index, row in enumerate(rows):
+        if not isinstance(row, Batch):
+            reject(f"rows[{index}]", "a Batch", type(row).__name__)
+        for name in ("xc", "yc", "xt", "yt"):
+            first, here = getattr(rows[0], name), getattr(row, name)
+            if (here.dtype, here.shape[2:]) != (first.dtype, first.shape[2:]):
+                reject(f"rows[{index}].{name}", f"the dtype and width of rows[0] {_kind(first)}", _kind(here))
     context = [row.context_mask for row in rows]
     target = [row.target_mask for row in rows]
     xc, yc, context_mask = _pad([row.xc for row in rows], [row.yc for row in rows], context)
     xt, yt, target_mask = _pad([row.xt for row in rows], [row.yt for row in rows], target)
     return Batch(xc, yc, xt, yt, context_mask, target_mask)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape[2:])}"
 
 
 def _pad(

@@ -1,4 +1,4 @@
-"""The demo: Cross Attention, Perceiver IO and TCA on the copy task, on the CPU, with table, curves and a search path."""
+"""The demo: Cross Attention, Perceiver IO and TCA on the copy task, with a table, curves and one search drawn."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from retreever.batch import without_padding
-from retreever.checks import check_choice, reject
+from retreever.checks import check_choice, check_number, reject
 
 Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
 REWARDS: tuple[Reward, ...] = ("log-likelihood", "squared-error", "cross-entropy", "accuracy")
@@ -56,8 +56,7 @@ class ObjectiveConfig:
             check_choice("reward", self.reward, REWARDS)
         check_choice("baseline", self.baseline, BASELINES)
         for name in ("lambda_rl", "lambda_ca", "alpha"):
-            if not getattr(self, name) >= 0:
-                reject(name, "a number >= 0", getattr(self, name))
+            check_number(name, getattr(self, name))
 
 
 class Loss(NamedTuple):

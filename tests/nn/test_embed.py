@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retreever import InputError
 from retreever.nn.embed import PointEmbed, SequenceEmbed, SinusoidalPositions
 
 DIM = 8
@@ -83,9 +82,3 @@ def test_sequence_dropout_acts_in_training_only() -> None:
     assert not torch.equal(module.context(x, y), module.context(x, y))
     module.eval()
     assert torch.equal(module.context(x, y), module.context(x, y))
-
-
-@pytest.mark.parametrize("symbol", [-1, 12, 1000])
-def test_symbols_outside_the_vocabulary_are_refused(symbol: int) -> None:
-    with pytest.raises(InputError, match=r"^yc: expected symbols from 0 to 11, got "):
-        sequence().context(positions(0, 1), torch.tensor([[3, symbol]]))

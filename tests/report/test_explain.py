@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retreever.attention import TreeCrossAttention, TreeCrossAttentionResult
+from retreever.attention import TreeCrossAttention
 from retreever.errors import InputError
 from retreever.report.explain import Explanation, children_of, descendants, explain, slots_of
+from retreever.results import TreeCrossAttentionResult
 from retreever.tree.build import plan_for
 from retreever.tree.layout import leaf_layout
 from retreever.tree.plan import TreePlan
@@ -23,7 +24,7 @@ def searched(plan: TreePlan, path: int, length: int | None = None) -> TreeCrossA
     """A result whose only query took `path`, in a row of `length` tokens padded to the plan's."""
     zeros = torch.zeros(1, 1)
     mask = None if length is None and plan.full else node_mask(plan, length or plan.n)
-    return TreeCrossAttentionResult(zeros[..., None], torch.tensor([[path]]), zeros, zeros, plan, mask, plan.tokens)
+    return TreeCrossAttentionResult(zeros[..., None], torch.tensor([[path]]), zeros, zeros, plan, mask, "policy")
 
 
 def node_mask(plan: TreePlan, length: int) -> torch.Tensor:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from retreever.attention import TreeCrossAttentionResult
 from retreever.errors import BackendError, InputError
 from retreever.report.explain import Explanation, explain
 from retreever.report.figures import draw_curves, draw_retrieval
+from retreever.results import TreeCrossAttentionResult
 from retreever.tree.plan import TreePlan
 
 image = pytest.importorskip("matplotlib.image")
@@ -34,7 +34,7 @@ def search(n: int, branch: int, path: int, padding: tuple[int, ...] = ()) -> Exp
     mask[0, [node - 1 for node in padding]] = False
     zeros = torch.zeros(1, 1)
     return explain(
-        TreeCrossAttentionResult(zeros[..., None], torch.tensor([[path]]), zeros, zeros, plan, mask, plan.tokens)
+        TreeCrossAttentionResult(zeros[..., None], torch.tensor([[path]]), zeros, zeros, plan, mask, "policy")
     )
 
 

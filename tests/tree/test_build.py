@@ -214,8 +214,8 @@ def test_the_aggregator_is_chosen_by_name() -> None:
 @pytest.mark.parametrize(
     ("argument", "context", "mask"),
     [
-        ("n", torch.zeros(1, 0, DIM), None),
-        ("mask", torch.zeros(1, 0, DIM), torch.zeros(1, 0, dtype=torch.bool)),
+        ("context", torch.zeros(1, 0, DIM), None),
+        ("context", torch.zeros(1, 0, DIM), torch.zeros(1, 0, dtype=torch.bool)),
         ("mask", torch.zeros(2, 3, DIM), torch.tensor([[True] * 3, [False] * 3])),
         ("mask", torch.zeros(2, 3, DIM), torch.ones(2, 3)),
         ("mask", torch.zeros(2, 3, DIM), torch.ones(2, 4, dtype=torch.bool)),

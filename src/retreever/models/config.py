@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from retreever.checks import check_choice, check_int
+from retreever.checks import check_choice, check_int, check_number
 from retreever.errors import ConfigError
 from retreever.nn.blocks import RESIDUALS, Residual
 from retreever.nn.embed import PointEmbed, SequenceEmbed
@@ -55,6 +55,8 @@ class ModelConfig:
         for name in ("dim_x", "dim_y", "dim", "heads", "hidden", "max_tokens"):
             check_int(name, getattr(self, name), 1)
         check_int("outputs", self.outputs, 0)
+        check_int("layers", self.layers, 0)
+        check_number("dropout", self.dropout, below=1.0)
         check_choice("inputs", self.inputs, ("points", "sequence"))
         check_choice("residual", self.residual, RESIDUALS)
 
@@ -71,8 +73,12 @@ def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:
     """The config given, or one made of keyword arguments; both at once is a contradiction."""
     if config is not None and fields:
         raise ConfigError(f"config: expected either a config or keyword arguments, got both ({', '.join(fields)})")
+    if config is not None:
+        if not isinstance(config, kind):
+            raise ConfigError(f"config: expected a {kind.__name__}, got {type(config).__name__}")
+        return config
     try:
-        return config if config is not None else kind(**fields)
+        return kind(**fields)
     except TypeError as error:
         raise ConfigError(f"{kind.__name__}: {error}") from None
 

@@ -10,12 +10,14 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.attention import CrossAttention, KeyValues
-from retreever.batch import Batch, check_points, without_padding
+from retreever.attention import CrossAttention
+from retreever.batch import Batch, without_padding
 from retreever.checks import check_int
 from retreever.models.config import ModelConfig, embedding, head, resolve
+from retreever.models.inputs import check_context, check_queries, take_targets
 from retreever.nn.blocks import Residual, self_attention_block
 from retreever.objective import Loss, masked_mean
+from retreever.results import KeyValues
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class PerceiverIO(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> KeyValues:
         """Distil a context into latents once; `answer` it as often as wanted."""
-        check_points("xc", xc, "yc", yc, mask)
+        check_context(self.config, self.attention.block.to_q.weight, xc, yc, mask)
         tokens = self.embed.context(without_padding(xc, mask), without_padding(yc, mask))
         latents = self.latents.expand(tokens.shape[0], -1, -1)
         for index, mix in enumerate(self.mix):
@@ -73,6 +75,7 @@ class PerceiverIO(nn.Module):
 
     def answer(self, memory: KeyValues, xt: Float[Tensor, "b m dx"]) -> Distribution:
         """Predictions at `xt` from a prepared context."""
+        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         return self.head(self.attention(self.embed.query(xt), memory).output)
 
     def predict(
@@ -87,8 +90,7 @@ class PerceiverIO(nn.Module):
 
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
-        batch.validate()
-        xt, yt = without_padding(batch.xt, batch.target_mask), without_padding(batch.yt, batch.target_mask)
+        xt, yt = take_targets(self.config, batch)
         dist = self.predict(batch.xc, batch.yc, xt, batch.context_mask)
         return Loss.only_task(masked_mean(self.head.loss(dist, yt), batch.target_mask))
 

@@ -10,12 +10,23 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.attention import Retrieval, TreeCrossAttention, TreeCrossAttentionResult
-from retreever.batch import Batch, check_points, without_padding
+from retreever.attention import TreeCrossAttention
+from retreever.batch import Batch, without_padding
 from retreever.checks import check_choice, check_int
 from retreever.models.config import ModelConfig, embedding, encoder, head, resolve
-from retreever.objective import Loss, ObjectiveConfig, Reward, RewardFunction, masked_mean, reward_of, three_term_loss
-from retreever.ops.api import Impl
+from retreever.models.inputs import check_context, check_queries, take_targets
+from retreever.objective import (
+    REWARDS,
+    Loss,
+    ObjectiveConfig,
+    Reward,
+    RewardFunction,
+    masked_mean,
+    reward_of,
+    three_term_loss,
+)
+from retreever.ops.api import IMPLS, Impl
+from retreever.results import Retrieval, TreeCrossAttentionResult
 from retreever.tree.aggregate import AGGREGATORS, Aggregator
 from retreever.tree.build import Tree
 from retreever.tree.order import ORDERS, Order, in_order, leaf_order
@@ -53,6 +64,7 @@ class ReTreeverConfig(ModelConfig):
         check_int("branch", self.branch, 2)
         check_choice("aggregator", self.aggregator, AGGREGATORS)
         check_choice("order", self.order, ORDERS)
+        check_choice("impl", self.impl, IMPLS)
 
     def as_published(self) -> ReTreeverConfig:
         """The `paper` preset: the choices of the paper's public code where this library's defaults differ.
@@ -67,10 +79,10 @@ class ReTreeverConfig(ModelConfig):
 
 
 class ReTreever(nn.Module):
-    """Encoder, tree, search, head. `reward` may be any function (distribution, truth) -> (b, m)."""
+    """Encoder, tree, search, head. `reward` may be a name or any function (distribution, truth) -> (b, m)."""
 
     def __init__(
-        self, config: ReTreeverConfig | None = None, *, reward: RewardFunction | None = None, **fields: Any
+        self, config: ReTreeverConfig | None = None, *, reward: Reward | RewardFunction | None = None, **fields: Any
     ) -> None:
         super().__init__()
         self.config = resolve(ReTreeverConfig, config, fields)
@@ -89,6 +101,8 @@ class ReTreever(nn.Module):
             impl=c.impl,
         )
         default: Reward = "accuracy" if c.head == "categorical" else "log-likelihood"
+        if reward is not None and not callable(reward):
+            check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
 
     def encode(
@@ -98,7 +112,7 @@ class ReTreever(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Tree:
         """Order and encode a context and build its tree once; `answer` it as often as wanted."""
-        check_points("xc", xc, "yc", yc, mask)
+        check_context(self.config, self.attention.block.to_q.weight, xc, yc, mask)
         c = self.config
         tokens = self.embed.context(without_padding(xc, mask), without_padding(yc, mask))
         if mask is not None or c.order != "given":
@@ -113,6 +127,7 @@ class ReTreever(nn.Module):
         noise: Float[Tensor, "b m depth"] | None = None,
     ) -> TreeCrossAttentionResult:
         """The search behind the predictions at `xt`: paths, selected nodes, probabilities."""
+        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         return self.attention(self.embed.query(xt), memory, noise)
 
     def answer(self, memory: Tree, xt: Float[Tensor, "b m dx"]) -> Distribution:
@@ -131,10 +146,9 @@ class ReTreever(nn.Module):
 
     def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
         """The three-term loss, mean over real targets. `noise` fixes the sampled paths."""
-        batch.validate()
-        mask = batch.target_mask
-        xt, yt = without_padding(batch.xt, mask), without_padding(batch.yt, mask)
+        (xt, yt), mask = take_targets(self.config, batch), batch.target_mask
         memory = self.encode(batch.xc, batch.yc, batch.context_mask)
+        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         found, over_leaves = self.attention.with_leaves(self.embed.query(xt), memory, noise)
         dist, full = self.head(found.output), self.head(over_leaves)
         task = self.head.loss(dist, yt)

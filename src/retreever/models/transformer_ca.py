@@ -8,10 +8,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.attention import CrossAttention, KeyValues
-from retreever.batch import Batch, check_points, without_padding
+from retreever.attention import CrossAttention
+from retreever.batch import Batch, without_padding
 from retreever.models.config import ModelConfig, embedding, encoder, head, resolve
+from retreever.models.inputs import check_context, check_queries, take_targets
 from retreever.objective import Loss, masked_mean
+from retreever.results import KeyValues
 from retreever.tree.order import in_order, leaf_order
 
 
@@ -34,7 +36,7 @@ class TransformerCA(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> KeyValues:
         """Prepare a context once; `answer` it as often as wanted."""
-        check_points("xc", xc, "yc", yc, mask)
+        check_context(self.config, self.attention.block.to_q.weight, xc, yc, mask)
         tokens = self.embed.context(without_padding(xc, mask), without_padding(yc, mask))
         if mask is not None:  # encoders tied to positions want the real tokens first
             order = leaf_order("given", xc, mask)
@@ -43,6 +45,7 @@ class TransformerCA(nn.Module):
 
     def answer(self, memory: KeyValues, xt: Float[Tensor, "b m dx"]) -> Distribution:
         """Predictions at `xt` from a prepared context."""
+        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         return self.head(self.attention(self.embed.query(xt), memory).output)
 
     def predict(
@@ -57,8 +60,7 @@ class TransformerCA(nn.Module):
 
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
-        batch.validate()
-        xt, yt = without_padding(batch.xt, batch.target_mask), without_padding(batch.yt, batch.target_mask)
+        xt, yt = take_targets(self.config, batch)
         dist = self.predict(batch.xc, batch.yc, xt, batch.context_mask)
         return Loss.only_task(masked_mean(self.head.loss(dist, yt), batch.target_mask))
 

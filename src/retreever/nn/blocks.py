@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import check_choice, check_int, reject
+from retreever.checks import check_choice, check_int, check_number, reject
 
 Residual = Literal["pre", "normalised", "doubled", "none"]
 RESIDUALS: tuple[Residual, ...] = ("pre", "normalised", "doubled", "none")
@@ -88,7 +88,7 @@ class AttentionBlock(nn.Module):
         super().__init__()
         _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout)
         kdim = dim if kdim is None else kdim
-        self.heads, self.residual, self.dropout = heads, residual, dropout
+        self.heads, self.width, self.residual, self.dropout = heads, dim // heads, residual, dropout
         self.norm = nn.Identity() if residual == "none" else nn.LayerNorm(dim)
         self.context_norm = nn.LayerNorm(kdim) if context_norm == "own" else None
         self.shared_norm = context_norm == "shared"
@@ -101,12 +101,13 @@ class AttentionBlock(nn.Module):
     def start(self, query: Float[Tensor, "b m d"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b m h e"]]:
         """The normalised query and its heads."""
         normed = self.norm(query)
-        return normed, self.to_q(normed).unflatten(-1, (self.heads, -1))
+        return normed, self.to_q(normed).unflatten(-1, (self.heads, self.width))
 
     def key_values(self, context: Float[Tensor, "b t c"]) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]]:
         """Keys and values of `context`: two halves of one tensor, so a node's key and value lie side by side."""
         norm = self.norm if self.shared_norm else self.context_norm
-        keys, values = norm_linear(context, norm, self.to_kv).unflatten(-1, (2, self.heads, -1)).unbind(dim=-3)
+        both = norm_linear(context, norm, self.to_kv)
+        keys, values = both.view(*both.shape[:-1], 2, self.heads, self.width).unbind(dim=-3)
         return keys, values
 
     def finish(
@@ -218,5 +219,4 @@ def _check_block(
     check_int("hidden", hidden, 0)
     check_choice("residual", residual, RESIDUALS)
     check_choice("context_norm", context_norm, CONTEXT_NORMS)
-    if not 0.0 <= dropout < 1.0:
-        reject("dropout", "a number in [0, 1)", dropout)
+    check_number("dropout", dropout, below=1.0)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from retreever.checks import reject, values_readable
 from retreever.nn.blocks import MLP
 
 
@@ -22,9 +21,11 @@ class PointEmbed(nn.Module):
         self.of_query = MLP(dim_x, dim, dim, depth, nn.ELU)
 
     def context(self, x: Float[Tensor, "b n dx"], y: Float[Tensor, "b n dy"]) -> Float[Tensor, "b n d"]:
+        """Tokens of context points."""
         return self.of_context(torch.cat([x, y], dim=-1))
 
     def query(self, x: Float[Tensor, "b m dx"]) -> Float[Tensor, "b m d"]:
+        """Tokens of places to predict at."""
         return self.of_query(x)
 
 
@@ -45,12 +46,12 @@ class SequenceEmbed(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def context(self, x: Float[Tensor, "b n 1"], y: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
-        if values_readable(y) and bool(((y < 0) | (y >= self.vocabulary)).any()):
-            reject("yc", f"symbols from 0 to {self.vocabulary - 1}", f"{int(y.min())} to {int(y.max())}")
+        """Tokens of symbols at positions."""
         symbols = self.of_symbol(F.one_hot(y, self.vocabulary).to(x.dtype))
         return self.mix_context(self.dropout(symbols + self.positions(x)))
 
     def query(self, x: Float[Tensor, "b m 1"]) -> Float[Tensor, "b m d"]:
+        """Tokens of positions alone."""
         nothing = self.of_nothing(x.new_zeros(1, 1, self.vocabulary))
         return self.mix_query(self.dropout(nothing + self.positions(x)))
 

@@ -109,7 +109,6 @@ def _backend(impl: Impl, q: Tensor) -> Backend:
     return found
 
 
-@torch.compiler.assume_constant_result
 def _choose(impl: Impl, device: str, dtype: torch.dtype) -> Impl:
     """Which backend to use; "auto" takes the fused one of the device where it can run.
 
@@ -125,11 +124,17 @@ def _choose(impl: Impl, device: str, dtype: torch.dtype) -> Impl:
     return "reference" if unavailable(fused, device, dtype) is not None else fused
 
 
+# What torch.compiler.assume_constant_result does, without loading the compiler for those who never compile.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _fits(
     q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, node_mask: Tensor | None, noise: Tensor | None
 ) -> bool:
     """All checks at once, as cheap as they can be; what is wrong is found out only when something is."""
-    if not (isinstance(q, Tensor) and isinstance(keys, Tensor) and isinstance(plan, TreePlan) and q.dim() == 4):
+    if not (isinstance(q, Tensor) and isinstance(keys, Tensor) and isinstance(values, Tensor) and q.dim() == 4):
+        return False
+    if not isinstance(plan, TreePlan):
         return False
     shape, device = keys.shape, q.device
     return (
@@ -144,11 +149,12 @@ def _fits(
 
 
 def _mask_fits(node_mask: Tensor, shape: torch.Size, device: torch.device) -> bool:
-    return node_mask.shape == shape[:2] and node_mask.dtype == torch.bool and node_mask.device == device
+    fits = isinstance(node_mask, Tensor) and node_mask.shape == shape[:2]
+    return fits and node_mask.dtype == torch.bool and node_mask.device == device
 
 
 def _noise_fits(noise: Tensor, q: Tensor, plan: TreePlan) -> bool:
-    fits = noise.shape == (*q.shape[:2], plan.depth) and noise.dtype.is_floating_point
+    fits = isinstance(noise, Tensor) and noise.shape == (*q.shape[:2], plan.depth) and noise.dtype.is_floating_point
     return fits and noise.device == q.device
 
 

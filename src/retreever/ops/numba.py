@@ -3,8 +3,8 @@
 Plain tensors go straight to the compiled kernels, for at one query the machinery of custom ops would take longer than
 the search, tens of times. Whenever somebody looks on (torch.compile, fake tensors, modes) the custom ops are called.
 
-Large calls are cut into ranges for a few Python threads: the kernels release the GIL. Numba's own parallel layer would
-kill forked workers of a DataLoader once the parent has used it, and starts slower.
+Large calls are shared with a few Python threads: the kernels release the GIL. Numba's own parallel layer would have
+forked workers of a DataLoader killed once the parent has used it.
 """
 
 # mypy: allow-untyped-calls
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from retreever.tree.plan import TreePlan
 
@@ -125,7 +125,8 @@ class _Team:
 
     def __init__(self) -> None:
         self.reset()
-        os.register_at_fork(after_in_child=self.reset)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -145,7 +146,8 @@ class _Team:
     def _work(jobs: SimpleQueue[Any]) -> None:
         while True:
             entry, arguments, alive = jobs.get()
-            entry(*arguments)
+            with suppress(MemoryError):  # raised before it took an item: the others do without it
+                entry(*arguments)
             del alive  # hold no tensors while waiting
 
 
@@ -276,7 +278,7 @@ def _backward(
         [*read, *written],
     )
     used = (q, grad_output, path, shares, slopes, grads[1], grads[2])
-    groups = h if b < 4 * torch.get_num_threads() else 1
+    groups = max(1, min(h, 2 * torch.get_num_threads() // max(b, 1), work // _GRAIN))
     _run(_BACKWARD_NODES, q.dtype, (_addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
     return grads
 
@@ -329,6 +331,6 @@ class _Direct(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(_backward, ctx, *grads)
+        # With create_graph the op goes into the graph: it has no derivative, and says so when one is asked for.
+        return _gradients(_backward_op if torch.is_grad_enabled() else _backward, ctx, *grads)

@@ -50,8 +50,10 @@ from retreever.ops.numba_simd import (
 
 @part
 def _trace(tile, rows, nodes, path, branch, depth, block):
-    """All rows the queries of a tile met, children level by level and then leaves, and in `nodes`, from its
-    second row on, the child each of them took on every level."""
+    """All rows the queries of a tile met: the children level by level, then the leaves.
+
+    `nodes` tells, in its rows 1 ... depth, which child each query took on every level.
+    """
     offset, power = leaves(branch, depth)
     rows_of(tile, rows, depth * branch, block, offset, path)
     for i in range(tile.queries):

@@ -94,10 +94,10 @@ def dot(a, i, b, j, width):
     if width == LANES:
         return total(load(a, i) * load(b, j))
     full = width // LANES * LANES
-    part = load_first(a, i + full, width - full) * load_first(b, j + full, width - full)
+    sums = load_first(a, i + full, width - full) * load_first(b, j + full, width - full)
     for x in range(0, full, LANES):
-        part = fma(load(a, i + x), load(b, j + x), part)
-    return total(part)
+        sums = fma(load(a, i + x), load(b, j + x), sums)
+    return total(sums)
 
 
 @part
@@ -246,6 +246,7 @@ def _forward(tensors, key_strides, value_strides, sizes, items, turns, real, scr
     m, heads, width, branch, depth, block = sizes
     selected, wide, item = (branch - 1) * depth + block, lanes(heads, min(m, LANES)), np.finfo(real).bits // 8
     scale = type(real)(1 / math.sqrt(width))
+    # Rows of lanes that are loaded or written at an offset have another one behind them, for what sticks out.
     rows = pointer(scratch.ctypes.data, INDEX)
     nodes = pointer(scratch.ctypes.data + 8 * LANES * (selected + 1), INDEX)
     reals = scratch.ctypes.data + 8 * LANES * (selected + 2)

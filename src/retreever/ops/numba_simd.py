@@ -35,7 +35,7 @@ def kernel(function: Callable[..., None]) -> Any:
     Numba renews what lies on disk when the file of `function` changes, not when what it calls does; so the name it is
     kept under tells the state of all kernel sources.
     """
-    sources = sorted(Path(__file__).parent.glob("numba*.py"))
+    sources = sorted(Path(__file__).parent.glob("numba_*.py"))
     function.__qualname__ += f"_{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
     try:
         return _jit(function, nogil=True, cache=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from retreever.batch import Batch
-from retreever.checks import reject
+from retreever.checks import check_int, reject
 from retreever.tasks.seeds import stream
 
 BOS, EOS, FIRST_DIGIT, VOCABULARY = 0, 1, 2, 12
@@ -40,6 +40,7 @@ class CopyTask:
 
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
         """`size` fresh sequences."""
+        check_int("size", size, 1)
         half, at = self.context, generator.device
         digits = torch.randint(FIRST_DIGIT, VOCABULARY, (size, half - 1), generator=generator, device=at).to(device)
         bos, eos = digits.new_full((size, 1), BOS), digits.new_full((size, 1), EOS)
@@ -76,5 +77,6 @@ class CopyTask:
     def _fixed(
         self, generator: torch.Generator, sequences: int, size: int, device: torch.device | str
     ) -> Iterator[Batch]:
+        check_int("size", size, 1)
         for start in range(0, sequences, size):
             yield self.sample(min(size, sequences - start), generator, device)

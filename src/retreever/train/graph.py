@@ -6,13 +6,15 @@ fixed buffers: random numbers come from generators registered with the graph, th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from retreever.checks import reject
 from retreever.objective import Loss
 from retreever.train.config import TrainConfig
-from retreever.train.engine import Task, learning_rate
+from retreever.train.engine import Model, Task, learning_rate
 
 
 class GraphedStep:
@@ -25,7 +27,7 @@ class GraphedStep:
         compile: let torch.compile fuse the model before the graph is captured.
     """
 
-    def __init__(self, model: nn.Module, task: Task, config: TrainConfig, compile: bool = False) -> None:
+    def __init__(self, model: Model, task: Task, config: TrainConfig, compile: bool = False) -> None:
         self.device = next(model.parameters()).device
         if self.device.type != "cuda":
             reject("model", "parameters on a CUDA device", self.device)
@@ -54,7 +56,7 @@ class GraphedStep:
         self.model.train()
         weights = [p.detach().clone() for p in self.model.parameters()]
         states = self.generator.get_state(), torch.cuda.get_rng_state(self.device)
-        side = torch.cuda.Stream(self.device)
+        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(3):  # allocates gradients and optimiser state; the learning rate is 0, so nothing moves

@@ -6,6 +6,7 @@ A program holds some whole families of children as rows of one tile. Attention i
 so that a row sees its own family only: tile and families are small, and the tensor cores make the waste free.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
 import torch
@@ -93,7 +94,12 @@ def aggregate_up(
             CHILDREN, HEADS, D, HIDDEN, PRE, SCALE, PRECISION, ROWS,
         )  # fmt: skip
         tl.debug_barrier()  # the next level reads what other threads of this program have just written
-        first, count, families, parents = first // CHILDREN, count // CHILDREN, families // CHILDREN, parents // CHILDREN
+        first, count, families, parents = (
+            first // CHILDREN,
+            count // CHILDREN,
+            families // CHILDREN,
+            parents // CHILDREN,
+        )
         first_child, first_parent = first_parent, first_parent - parents
 
 
@@ -104,7 +110,7 @@ def fits(layer: AttentionBlock, branch: int, tokens: Tensor) -> bool:
         return False
     dim, hidden = layer.to_q.in_features, feed.down.in_features
     power_of_two = dim & (dim - 1) == 0
-    wide = power_of_two and 16 <= dim // layer.heads and dim <= 128 and hidden % dim == 0
+    wide = power_of_two and dim // layer.heads >= 16 and dim <= 128 and hidden % dim == 0
     plain = layer.residual in ("pre", "normalised") and layer.to_q.bias is None and layer.context_norm is None
     return wide and plain and branch <= 16 and tokens.dtype == layer.to_q.weight.dtype
 
@@ -148,7 +154,8 @@ def _launch(
     count = rows // children if steps == 1 else children ** (climb(rows, children) - 1)
     dim, heads = nodes.shape[2], layer.heads
     aggregate_up[(-(-families // count),)](
-        nodes, mask, nodes.stride(0), 0 if mask is None else mask.stride(0), child, parent, parents, families, count, steps,
+        nodes, mask, nodes.stride(0), 0 if mask is None else mask.stride(0),
+        child, parent, parents, families, count, steps,
         layer.norm.weight, layer.norm.bias, layer.to_q.weight, layer.to_kv.weight,
         layer.to_out.weight, layer.to_out.bias, layer.feed_norm.weight, layer.feed_norm.bias,
         feed.up.weight, feed.up.bias, feed.down.weight, feed.down.bias,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
+from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor, reject
 from retreever.nn.blocks import triton_installed
 from retreever.tree.aggregate import TransformerAggregator
 from retreever.tree.layout import leaf_layout
@@ -64,7 +64,7 @@ def build_nodes(
     _check_context(context, mask)
     plan = plan_for(context.shape[1], branch, mask)
     level, real = _leaves(context, plan, mask)
-    if _one_launch_per_level(aggregator, branch, context):
+    if isinstance(aggregator, TransformerAggregator) and _one_launch_per_level(aggregator, branch, context):
         return plan, *_aggregate_in_place(aggregator, plan, level, real)
     levels, masks = [level], [real]
     for blocks in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
@@ -78,6 +78,8 @@ def build_nodes(
 def _check_context(context: Tensor, mask: Tensor | None) -> None:
     check_tensor("context", context, "b n d")
     check_float("context", context)
+    if context.shape[1] == 0:
+        reject("context", "at least one token", tuple(context.shape))
     if mask is not None:
         check_mask("mask", mask, "b n", b=context.shape[0], n=context.shape[1])
         check_same("mask", mask, "context", context, dtype=False)
@@ -99,13 +101,11 @@ def _leaves(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tenso
     return leaves.masked_fill(~layout.real[..., None], 0), layout.real
 
 
-def _one_launch_per_level(aggregator: nn.Module, branch: int, context: Tensor) -> bool:
-    """Whether the fused kernel may be used: the paper's aggregator, on CUDA, with no gradient asked for."""
+def _one_launch_per_level(aggregator: TransformerAggregator, branch: int, context: Tensor) -> bool:
+    """Whether the fused kernel may be used: on CUDA, with no gradient asked for and no dropout to draw."""
     if not context.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if not isinstance(aggregator, TransformerAggregator) or (aggregator.training and aggregator.layer.dropout):
-        return False
-    if not triton_installed():
+    if (aggregator.training and aggregator.layer.dropout) or not triton_installed():
         return False
     from retreever.tree.aggregate_kernel import fits
 
@@ -129,7 +129,8 @@ def _node_mask(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> Bool[Tensor, "
     """A node is real when any leaf below it is."""
     levels = [real]
     for parents in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
-        levels.insert(0, levels[0].reshape(real.shape[0], parents, -1).any(dim=2))
+        below = levels[0]
+        levels.insert(0, below.reshape(real.shape[0], parents, below.shape[1] // parents).any(dim=2))
     return torch.cat(levels, dim=1)
 
 
@@ -143,7 +144,7 @@ def _summarise(
         children = children.detach()
     groups = None if real is None else real.reshape(b * parents, nodes // parents)
     summary = _in_cache(aggregator, children, groups).reshape(b, parents, d)
-    return summary, None if real is None else real.reshape(b, parents, -1).any(dim=2)
+    return summary, None if real is None else real.reshape(b, parents, nodes // parents).any(dim=2)
 
 
 def _in_cache(aggregator: nn.Module, children: Tensor, groups: Tensor | None) -> Tensor:

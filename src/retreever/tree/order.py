@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.batch import without_padding
-from retreever.checks import check_choice, check_finite, check_int, check_mask, check_tensor, reject
+from retreever.checks import check_choice, check_finite, check_int, check_mask, check_same, check_tensor, reject
 from retreever.tree.layout import segment_of_rank
 from retreever.tree.plan import tree_depth
 
@@ -55,6 +55,7 @@ def leaf_order(
         reject("x", "at least one coordinate", tuple(x.shape))
     if mask is not None:
         check_mask("mask", mask, "b n", b=x.shape[0], n=x.shape[1])
+        check_same("mask", mask, "x", x, dtype=False)
         x = without_padding(x, mask)
     if not x.is_cuda:  # reading values there would make every call wait for the device
         check_finite("x", x)

@@ -1,0 +1,69 @@
+"""What the two attention modules give back: fixed structures, the same in training and in evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retreever.tree.plan import TreePlan
+from retreever.tree.selected import leaf_nodes, nodes_scored, selected_nodes
+
+Retrieval = Literal["policy", "full"]
+RETRIEVALS: tuple[Retrieval, ...] = ("policy", "full")
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """A context prepared for `CrossAttention`."""
+
+    keys: Float[Tensor, "b n h e"]
+    values: Float[Tensor, "b n h e"]
+    mask: Bool[Tensor, "b n"] | None = None
+
+
+@dataclass(frozen=True)
+class CrossAttentionResult:
+    """Output of `CrossAttention`, and how many tokens each query attended to."""
+
+    output: Float[Tensor, "b m d"]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TreeCrossAttentionResult:
+    """Output of `TreeCrossAttention` and the search behind it; the same in training and in evaluation."""
+
+    output: Float[Tensor, "b m d"]
+    path: Int[Tensor, "b m"]
+    log_prob: Float[Tensor, "b m"]
+    entropy: Float[Tensor, "b m"]
+    plan: TreePlan
+    node_mask: Bool[Tensor, "b t"] | None
+    retrieval: Retrieval
+
+    @property
+    def tokens(self) -> int:
+        """Nodes attended to per query in a full tree."""
+        return self.plan.tokens if self.retrieval == "policy" else self.plan.n
+
+    @property
+    def selected(self) -> Int[Tensor, "b m s"]:
+        """Node ids of the selected set, -1 where unused."""
+        nodes = selected_nodes if self.retrieval == "policy" else leaf_nodes
+        return nodes(self.plan, self.path, self.node_mask)
+
+    @property
+    def tokens_read(self) -> Int[Tensor, "b m"]:
+        """Real nodes attended to, per query: never counts padding."""
+        return (self.selected >= 0).sum(dim=-1)
+
+    @property
+    def nodes_scored(self) -> Int[Tensor, "b m"]:
+        """Real nodes the policy scored on its way, per query; none when all leaves are read."""
+        if self.retrieval == "full":
+            return torch.zeros_like(self.path)
+        return nodes_scored(self.plan, self.path, self.node_mask)
