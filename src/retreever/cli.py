@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
 from retreever.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
@@ -33,12 +34,10 @@ class Demo:
         """Do it and print the table."""
         from rich.console import Console
 
-        from retreever.demo import demo_table, run_demo
-        from retreever.tasks.copy import CopyTask
+        from retreever.demo import run_demo
 
-        outcomes = run_demo(self.out, self.n, self.seed, self.overwrite)
-        seconds = sum(o.history[-1].seconds for o in outcomes)
-        Console().print(demo_table(CopyTask(self.n), outcomes, self.seed, seconds).to_rich())
+        table, _ = run_demo(self.out, self.n, self.seed, self.overwrite)
+        Console().print(table.to_rich())
         print(f"table, curves and the picture of one search are in {self.out}/")
 
 
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `retreever` command; errors the library raises on purpose become one line."""
     commands = Annotated[Demo, named("demo")] | Annotated[Bench, named("bench")] | Annotated[Version, named("version")]
     try:
-        tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT).run()
+        tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT, config=(OmitArgPrefixes,)).run()
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2

@@ -51,12 +51,12 @@ def copy_models(task: CopyTask) -> tuple[TransformerCA, ReTreever, PerceiverIO]:
     return plain, tree, PerceiverIO(PerceiverIOConfig(**shared, latents=tree.tokens(task.context)))
 
 
-def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> list[Outcome]:
+def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> tuple[Table, list[Outcome]]:
     """Train, test and draw; everything is left in `out` as PNG, JSON and Markdown."""
+    task, started = CopyTask(n), time.perf_counter()
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise InputError(f"out: expected a new or empty folder, got {out} with files in it (--overwrite replaces them)")
     out.mkdir(parents=True, exist_ok=True)
-    task, started = CopyTask(n), time.perf_counter()
     torch.manual_seed(seed)
     models: tuple[AnyModel, ...] = copy_models(task)
     outcomes: list[Outcome] = []
@@ -67,8 +67,9 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
         outcomes.append(measure(name, model, task, history))
         if isinstance(model, ReTreever):  # Perceiver IO trains as long as the tree did
             train, tree = replace(train, steps=history[-1].step), model
-    write_report(out, task, tree, outcomes, seed, time.perf_counter() - started)
-    return outcomes
+    table = demo_table(task, outcomes, seed, time.perf_counter() - started)
+    write_report(out, task, tree, table, outcomes, seed)
+    return table, outcomes
 
 
 def measure(name: str, model: AnyModel, task: CopyTask, history: list[Record]) -> Outcome:
@@ -91,12 +92,10 @@ def query_microseconds(model: AnyModel, task: CopyTask, repeats: int = 50) -> fl
     return 1e6 * statistics.median(times) / task.context
 
 
-def write_report(
-    out: Path, task: CopyTask, tree: ReTreever, outcomes: list[Outcome], seed: int, seconds: float
-) -> None:
+def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outcomes: list[Outcome], seed: int) -> None:
     """Table, JSON, learning curves and the picture of one search."""
-    table = demo_table(task, outcomes, seed, seconds)
-    draw_curves({o.name: as_rows(o.history) for o in outcomes}, out / "curves.png")
+    curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes}
+    draw_curves(curves, out / "curves.png", title=table.title)
     batch = next(task.test(size=1))
     tree.eval()
     with torch.inference_mode():
@@ -110,9 +109,8 @@ def write_report(
     (out / "retrieval.json").write_text(json.dumps(path.to_json(), indent=1) + "\n")
     result = {
         "table": table.to_json(),
-        "history": {o.name: as_rows(o.history) for o in outcomes},
+        "history": curves,
         "seed": seed,
-        "seconds": round(seconds, 1),
         "machine": machine(),
     }
     (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ import retreever.ops.numba as backend
 from retreever.ops import numba_simd
 
 TIE = 1e-5  # policies closer than this may be decided either way
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The reference takes many small steps, which torch's threads only slow down; tests of threads ask for more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -299,17 +309,14 @@ def test_nothing_to_do(b: int, m: int) -> None:
 def test_the_result_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """For every run and every number of threads."""
     case = Case(100, b=3, m=70, noise=True, mask="ragged")
-    inputs, slopes, before = make(case), make_slopes(case), torch.get_num_threads()
+    inputs, slopes = make(case), make_slopes(case)
     once = run(backend.tree_attention_numba, case, inputs.to(torch.float32), inputs, slopes)
     monkeypatch.setattr(backend, "_GRAIN", 1)  # every call is worth all threads
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            for _ in range(10):
-                again = run(backend.tree_attention_numba, case, inputs.to(torch.float32), inputs, slopes)
-                assert all(torch.equal(x, y) for x, y in zip(again, once, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        for _ in range(10):
+            again = run(backend.tree_attention_numba, case, inputs.to(torch.float32), inputs, slopes)
+            assert all(torch.equal(x, y) for x, y in zip(again, once, strict=True))
     assert backend._team.size == 4
 
 
@@ -364,7 +371,7 @@ class Searches(Dataset):
         torch.set_num_threads(2)
         return search()
 
-warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of any fork beside threads
+warnings.simplefilter("ignore")  # of a fork beside threads, and of more workers than processors
 child = os.fork()
 if child == 0:
     assert backend._team.size == 0

@@ -99,7 +99,7 @@ class Table:
         caption = "\n".join(self.notes)
         table = RichTable(title=escape(self.title), caption=escape(caption) or None, caption_justify="left")
         for name, right in zip(self.columns, self.right, strict=True):
-            table.add_column(escape(name), justify="right" if right else "left")
+            table.add_column(escape(name), justify="right" if right else "left", no_wrap=not right)
         for row in self.rows:
             table.add_row(*(escape(_text(cell)) for cell in row))
         return table

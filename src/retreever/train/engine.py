@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -105,11 +105,11 @@ def fit(
     started = time.perf_counter()
     for step in range(1, config.steps + 1):
         loss = _step(model, task.sample(config.batch, stream, device), optimiser, config)
+        _check_loss(loss, step)
         schedule.step()
         if step % config.evaluate_every == 0 or step == config.steps:
             value = evaluate(model, task, task.validation(), device)
             history.append(Record(step, value, float(loss.task), time.perf_counter() - started))
-            _check_loss(loss, step)
         if watch is not None:
             metric = history[-1].metric if history else None
             watch(Progress(step, config.steps, float(loss.task), metric, time.perf_counter() - started))
@@ -154,9 +154,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def as_rows(history: list[Record]) -> list[dict[str, float]]:
-    """Plain dictionaries, for JSON and figures."""
-    return [asdict(record) for record in history]
+def as_rows(history: list[Record], metric: str = "metric") -> list[dict[str, float]]:
+    """Plain dictionaries, for JSON and figures; the metric goes by the name `metric`."""
+    return [{"step": r.step, metric: r.metric, "loss": r.loss, "seconds": r.seconds} for r in history]
 
 
 def _step(model: Model, batch: Batch, optimiser: torch.optim.Optimizer, config: TrainConfig) -> Loss:
@@ -170,6 +170,9 @@ def _step(model: Model, batch: Batch, optimiser: torch.optim.Optimizer, config: 
 
 
 def _check_loss(loss: Loss, step: int) -> None:
+    """Stop by name when a term is no longer a number."""
+    if math.isfinite(float(loss.total.detach())):
+        return
     for name, value in loss._asdict().items():
         if not math.isfinite(float(value.detach())):
             raise RetreeverError(f"training stopped at step {step}: the loss term '{name}' is {float(value.detach())}")
