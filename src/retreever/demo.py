@@ -95,7 +95,7 @@ def query_microseconds(model: AnyModel, task: CopyTask, repeats: int = 50) -> fl
 def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outcomes: list[Outcome], seed: int) -> None:
     """Table, JSON, learning curves and the picture of one search."""
     curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes}
-    draw_curves(curves, out / "curves.png", title=table.title)
+    draw_curves(curves, out / "curves.png", title=f"Copy task, N = {task.n}: validation accuracy in % while training")
     batch = next(task.test(size=1))
     tree.eval()
     with torch.inference_mode():
@@ -134,7 +134,7 @@ def demo_table(task: CopyTask, outcomes: list[Outcome], seed: int, seconds: floa
     )
     return Table(
         title=f"Copy task, N = {task.n} ({task.context} context tokens, {task.test_sequences:,} test sequences)",
-        columns=("model", "accuracy %", "tokens/query", "tokens %", "us/query", "steps", "seconds"),
+        columns=("model", "accuracy", "tokens", "tokens %", "us/query", "steps", "sec"),
         rows=rows,
         notes=(f"seed {seed}, {machine()['processor']}, {torch.get_num_threads()} threads, {seconds:.0f} s in all",),
     )

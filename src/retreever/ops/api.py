@@ -136,14 +136,15 @@ def _fits(
         return False
     if not isinstance(plan, TreePlan):
         return False
-    shape, device = keys.shape, q.device
+    b, _, h, e = q.shape
+    shape, dtype = keys.shape, q.dtype
     return (
-        shape == (q.shape[0], plan.nodes, *q.shape[2:])
+        shape == (b, plan.nodes, h, e)
         and values.shape == shape
-        and q.dtype == keys.dtype == values.dtype
-        and q.dtype.is_floating_point
-        and keys.device == values.device == device
-        and (node_mask is None or _mask_fits(node_mask, shape, device))
+        and keys.dtype == dtype == values.dtype
+        and dtype.is_floating_point
+        and ((q.is_cpu and keys.is_cpu and values.is_cpu) or keys.device == values.device == q.device)
+        and (node_mask is None or _mask_fits(node_mask, shape, q.device))
         and (noise is None or _noise_fits(noise, q, plan))
     )
 
