@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python 3.11+, make and pip:
-#   make demo    train three models on the copy task and show what came out (about 4 minutes on 2 cores)
+#   make demo    train three models on the copy task and show what came out (1 to 2 minutes on 2 cores)
 #   make test    lint, types, tests
 
 PYTHON ?= python3

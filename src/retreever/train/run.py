@@ -1,0 +1,84 @@
+"""A run folder: config.json, metrics.jsonl, result.json, checkpoints. Nothing in it is overwritten unless asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retreever.errors import CheckpointError, ConfigError
+from retreever.files import write_text
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run keeps its files."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One line of JSON per look at the validation set."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """What came out, written at the end."""
+        return self.path / "result.json"
+
+    def start(self, config: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        """Make the folder and leave the settings in it; an existing run is refused, resumed or replaced as told."""
+        if (self.path / "config.json").exists() and not overwrite:
+            if not resume:
+                raise ConfigError(f"out: expected a new folder, got the run {self.path} (--resume or --overwrite)")
+            found = self.config()
+            if found != json.loads(json.dumps(config)):
+                changed = ", ".join(sorted(k for k in {*found, *config} if found.get(k) != _plain(config.get(k))))
+                raise ConfigError(f"out: expected the settings of {self.path}, got others in {changed}")
+            return
+        if self.path.exists() and any(self.path.iterdir()):
+            if not (self.path / "config.json").exists():
+                raise ConfigError(f"out: expected a new folder or a run, got {self.path} with other files in it")
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text(self.path / "config.json", json.dumps(config, indent=1) + "\n", ConfigError)
+
+    def config(self) -> dict[str, Any]:
+        """The settings the run was started with."""
+        return _read_json(self.path / "config.json")
+
+    def add_metrics(self, row: dict[str, Any]) -> None:
+        """Append one line."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def keep_metrics(self, lines: int) -> None:
+        """Cut what was written after the checkpoint a run goes on from: it will be written again."""
+        if self.metrics.exists():
+            kept = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)[:lines]
+            write_text(self.metrics, "".join(kept), CheckpointError)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Leave the result."""
+        write_text(self.result, json.dumps(result, indent=1) + "\n", CheckpointError)
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: expected readable JSON, got {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: expected a JSON object, got {type(found).__name__}")
+    return found

@@ -1,0 +1,69 @@
+"""Everything a training run is, as named tensors and plain JSON: weights, optimiser, random streams, progress.
+
+Putting it back and going on gives the same bits as never having stopped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retreever.errors import CheckpointError
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under `model.`."""
+    return {f"model.{name}": value.detach() for name, value in model.state_dict().items()}
+
+
+def optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Moments and step counts of every parameter under `optimiser.<parameter>.`; none before the first step."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser.{name}.{key}"] = value.detach()
+    return tensors
+
+
+def random_tensors(streams: dict[str, torch.Generator], device: torch.device) -> dict[str, Tensor]:
+    """States of the run's own streams and of torch's generators, which dropout and sampled paths use."""
+    tensors = {f"random.{name}": stream.get_state() for name, stream in streams.items()}
+    tensors["random.torch"] = torch.get_rng_state()
+    if device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
+    return tensors
+
+
+def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: object) -> None:
+    """Weights back into `model`; names and shapes must be the model's own."""
+    wanted = model_tensors(model)
+    found = {name: value for name, value in tensors.items() if name.startswith("model.")}
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found or name not in wanted:
+            raise CheckpointError(f"{source}: key {name} is {'missing' if name in wanted else 'unknown to this model'}")
+        if wanted[name].shape != found[name].shape:
+            shapes = f"expected {tuple(wanted[name].shape)}, got {tuple(found[name].shape)}"
+            raise CheckpointError(f"{source}: key {name} has another shape, {shapes}")
+    model.load_state_dict({name.removeprefix("model."): value for name, value in found.items()})
+
+
+def restore_optimiser(model: nn.Module, optimiser: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Moments and step counts back where they were, on the device of their parameter."""
+    for name, parameter in model.named_parameters():
+        prefix = f"optimiser.{name}."
+        state: dict[str, Any] = {}
+        for key, value in tensors.items():
+            if key.startswith(prefix):
+                state[key.removeprefix(prefix)] = value.to(parameter.device, copy=True)
+        optimiser.state[parameter] = state
+
+
+def restore_random(streams: dict[str, torch.Generator], tensors: dict[str, Tensor], device: torch.device) -> None:
+    """All random streams back to where they were."""
+    for name, stream in streams.items():
+        stream.set_state(tensors[f"random.{name}"].cpu())
+    torch.set_rng_state(tensors["random.torch"].cpu())
+    if device.type == "cuda" and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), device)
