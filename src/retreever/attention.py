@@ -12,17 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import (
-    check_any_real,
-    check_choice,
-    check_finite,
-    check_float,
-    check_int,
-    check_mask,
-    check_same,
-    check_tensor,
-    reject,
-)
+from retreever.arguments import check_choice, check_int, reject
+from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
 from retreever.nn.blocks import AttentionBlock, Residual
 from retreever.nn.multihead import copy_multihead, multihead_arguments
 from retreever.ops.api import IMPLS, Impl, TreeAttention, full_attention, tree_attention

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor, reject
+from retreever.arguments import reject
+from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Batch:
             value = getattr(self, part.name)
             moved[part.name] = None if value is None else value.to(device)
         return replace(self, **moved)
+
+    def rows(self, which: slice) -> Batch:
+        """Some of its tasks."""
+        parts: dict[str, Any] = {}
+        for part in fields(self):
+            value = getattr(self, part.name)
+            parts[part.name] = None if value is None else value[which]
+        return Batch(**parts)
 
     def validate(self) -> Batch:
         """Raise `InputError` unless shapes, types, devices and values fit together; returns the batch itself."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes
+from tyro.conf import OmitArgPrefixes, Positional
 from tyro.conf import subcommand as named
 
 from retreever.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
 from retreever.errors import RetreeverError
+from retreever.train.options import Evaluate, TrainCopy
 
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 
@@ -58,6 +59,25 @@ class Bench:
 
 
 @dataclass(frozen=True)
+class Doctor:
+    """Print versions and devices, and check every backend against the reference."""
+
+    def run(self) -> int:
+        """Do it; 1 when something is wrong."""
+        from retreever.doctor import run_doctor
+
+        return run_doctor()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainCopy):
+    """Train models; every run has a folder with settings, metrics, checkpoints and result, and can be resumed."""
+
+    task: Positional[Literal["copy"]]
+    """What to train on."""
+
+
+@dataclass(frozen=True)
 class Version:
     """Print the version."""
 
@@ -70,16 +90,24 @@ class Version:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `retreever` command; errors the library raises on purpose become one line."""
-    commands = Annotated[Demo, named("demo")] | Annotated[Bench, named("bench")] | Annotated[Version, named("version")]
+    commands = (
+        Annotated[Demo, named("demo")]
+        | Annotated[Train, named("train")]
+        | Annotated[Evaluate, named("eval")]
+        | Annotated[Bench, named("bench")]
+        | Annotated[Doctor, named("doctor")]
+        | Annotated[Version, named("version")]
+    )
     try:
-        tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT, config=(OmitArgPrefixes,)).run()
+        settings = (OmitArgPrefixes,)
+        command: Any = tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT, config=settings)
+        return command.run() or 0
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("retreever: stopped", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

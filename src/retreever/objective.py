@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
+from retreever.arguments import check_choice, check_number, reject
 from retreever.batch import without_padding
-from retreever.checks import check_choice, check_number, reject
 
 Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
 REWARDS: tuple[Reward, ...] = ("log-likelihood", "squared-error", "cross-entropy", "accuracy")

@@ -70,7 +70,7 @@ def test_learning_rate_rises_then_falls() -> None:
 
 def test_published_optimiser() -> None:
     published = TrainConfig().as_published()
-    optimiser, _ = make_optimiser(torch.nn.Linear(2, 2), published)
+    optimiser = make_optimiser(torch.nn.Linear(2, 2), published)
     group = optimiser.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (5e-4, (0.1, 0.999), 0.0)
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from retreever.arguments import check_int
 from retreever.attention import CrossAttention, TreeCrossAttention
 from retreever.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels
 from retreever.bench.options import AttentionBench
@@ -21,7 +22,6 @@ from retreever.bench.paper import paper_rows, paper_table
 from retreever.bench.report import Row, Rows, Run, check_sizes, progress, quantity, timed, times
 from retreever.bench.roof import memory_roof, roof_table
 from retreever.bench.timing import Call, Forecast, Mode, time_together
-from retreever.checks import check_int
 from retreever.ops.api import tree_attention
 from retreever.report.tables import Cell, Table
 from retreever.tree.plan import TreePlan

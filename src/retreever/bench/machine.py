@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from retreever.checks import reject
+from retreever.arguments import reject
 from retreever.errors import BackendError
 from retreever.version import __version__
 

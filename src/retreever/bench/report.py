@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from retreever.arguments import check_int, reject
 from retreever.bench.figures import readable
 from retreever.bench.machine import WAIT_ADVICE, describe, find_device, load_average, machine
 from retreever.bench.options import BenchOptions
 from retreever.bench.timing import Limits, Timing
-from retreever.checks import check_int, reject
 from retreever.errors import BackendError, InputError
 from retreever.report.tables import Table
 

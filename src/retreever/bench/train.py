@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from retreever.arguments import check_int
 from retreever.bench import figures
 from retreever.bench.options import TrainBench
 from retreever.bench.report import Row, Rows, Run, check_sizes, progress, timed, times
 from retreever.bench.timing import Call, time_together
-from retreever.checks import check_int
 from retreever.models.config import ModelConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.report.tables import Table
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
-from retreever.train.engine import make_optimiser
+from retreever.train.engine import Trainer
 
 CROSS, TREE, PLAIN = "Cross Attention", "TCA", "TCA, plain torch"
 AnyModel = TransformerCA | ReTreever
@@ -71,18 +70,8 @@ def models(run: Run) -> dict[str, AnyModel]:
 
 def _eager(run: Run, model: AnyModel, task: CopyTask, config: TrainConfig) -> Call:
     """The step of the training loop."""
-    optimiser, schedule = make_optimiser(model, config)
-    stream = task.training(config.seed)
-
-    def step() -> None:
-        loss = model.loss(task.sample(config.batch, stream, run.device))
-        optimiser.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss.total)
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimiser.step()
-        schedule.step()
-
-    return step
+    trainer = Trainer(model, task, config, str(run.device))
+    return trainer.train_step
 
 
 def _graphed(model: AnyModel, task: CopyTask, config: TrainConfig, kind: str) -> Call:

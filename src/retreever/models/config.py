@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from retreever.checks import check_choice, check_int, check_number
+from retreever.arguments import check_choice, check_int, check_number
 from retreever.errors import ConfigError
 from retreever.nn.blocks import RESIDUALS, Residual
 from retreever.nn.embed import PointEmbed, SequenceEmbed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retreever.arguments import reject
 from retreever.batch import Batch, check_points, without_padding
-from retreever.checks import check_finite, check_float, check_same, check_tensor, reject, values_readable
+from retreever.checks import check_finite, check_float, check_same, check_tensor, values_readable
 from retreever.models.config import ModelConfig
 
 

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from retreever.arguments import check_int
 from retreever.attention import CrossAttention
 from retreever.batch import Batch, without_padding
-from retreever.checks import check_int
 from retreever.models.config import ModelConfig, embedding, head, resolve
 from retreever.models.inputs import check_context, check_queries, take_targets
 from retreever.nn.blocks import Residual, self_attention_block

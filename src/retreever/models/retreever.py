@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from retreever.arguments import check_choice, check_int
 from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch, without_padding
-from retreever.checks import check_choice, check_int
 from retreever.models.config import ModelConfig, embedding, encoder, head, resolve
 from retreever.models.inputs import check_context, check_queries, take_targets
 from retreever.objective import (
@@ -28,7 +28,7 @@ from retreever.objective import (
 from retreever.ops.api import IMPLS, Impl
 from retreever.results import Retrieval, TreeCrossAttentionResult
 from retreever.tree.aggregate import AGGREGATORS, Aggregator
-from retreever.tree.build import Tree
+from retreever.tree.build import Tree, plan_for
 from retreever.tree.order import ORDERS, Order, in_order, leaf_order
 from retreever.tree.plan import TreePlan
 
@@ -143,6 +143,12 @@ class ReTreever(nn.Module):
     ) -> Distribution:
         """Predictions at `xt` given context points (xc, yc); `mask` is True where a context point is real."""
         return self.answer(self.encode(xc, yc, mask), xt)
+
+    def noise_for(self, batch: Batch, generator: torch.Generator) -> Float[Tensor, "b m depth"]:
+        """Uniforms that fix the paths of `loss`: one per query and decision."""
+        plan = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask)
+        shape = (*batch.xt.shape[:2], plan.depth)
+        return torch.rand(shape, generator=generator, device=generator.device).to(batch.xt.device)
 
     def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
         """The three-term loss, mean over real targets. `noise` fixes the sampled paths."""

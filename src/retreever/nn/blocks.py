@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import check_choice, check_int, check_number, reject
+from retreever.arguments import check_choice, check_int, check_number, reject
 
 Residual = Literal["pre", "normalised", "doubled", "none"]
 RESIDUALS: tuple[Residual, ...] = ("pre", "normalised", "doubled", "none")

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import check_choice, check_int, reject
+from retreever.arguments import check_choice, check_int, reject
 from retreever.nn.blocks import MLP, AttentionBlock, Residual, self_attention_block
 
 Encoder = Literal["identity", "transformer", "linformer", "chordmixer"]

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from retreever.checks import check_choice, check_int
+from retreever.arguments import check_choice, check_int
 from retreever.nn.blocks import MLP
 
 Head = Literal["gaussian", "bounded", "categorical", "point"]

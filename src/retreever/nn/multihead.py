@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retreever.checks import reject
+from retreever.arguments import reject
 from retreever.nn.blocks import AttentionBlock
 
 

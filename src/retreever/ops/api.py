@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retreever.checks import check_choice, check_float, check_mask, check_same, check_tensor, reject
+from retreever.arguments import check_choice, reject
+from retreever.checks import check_float, check_mask, check_same, check_tensor
 from retreever.errors import BackendError
 from retreever.ops.reference import full_attention_reference, tree_attention_reference
 from retreever.tree.plan import TreePlan

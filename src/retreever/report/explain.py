@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from retreever.checks import check_int, reject
+from retreever.arguments import check_int, reject
 from retreever.results import TreeCrossAttentionResult
 from retreever.tree.plan import TreePlan
 from retreever.tree.selected import path_nodes

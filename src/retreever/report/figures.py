@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retreever.checks import reject
+from retreever.arguments import reject
 from retreever.report.explain import Explanation, State, Step, children_of, level_of
 from retreever.report.style import DASHES, PALETTE, STYLE, clean, new_figure, save
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retreever.checks import reject
+from retreever.arguments import reject
 from retreever.errors import BackendError
 
 if TYPE_CHECKING:

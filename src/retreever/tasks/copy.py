@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
+from retreever.arguments import check_int, reject
 from retreever.batch import Batch
-from retreever.checks import check_int, reject
 from retreever.tasks.seeds import stream
 
 BOS, EOS, FIRST_DIGIT, VOCABULARY = 0, 1, 2, 12

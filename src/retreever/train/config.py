@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from retreever.checks import check_choice, check_int, reject
+from retreever.arguments import check_choice, check_int, reject
 
 Schedule = Literal["cosine", "constant"]
 
@@ -26,6 +26,8 @@ class TrainConfig:
         seed: of weights, data and sampled paths.
         evaluate_every: steps between looks at the validation set.
         stop_at: stop early once the validation metric reaches this.
+        save_every: steps between checkpoints, for runs that have a folder.
+        keep: checkpoints kept besides the best.
     """
 
     steps: int = 4_000
@@ -39,9 +41,11 @@ class TrainConfig:
     seed: int = 0
     evaluate_every: int = 250
     stop_at: float | None = None
+    save_every: int = 500
+    keep: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluate_every"):
+        for name in ("steps", "batch", "evaluate_every", "save_every", "keep"):
             check_int(name, getattr(self, name), 1)
         check_int("warmup", self.warmup, 0)
         check_int("seed", self.seed, 0)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,10 @@ from retreever.batch import Batch
 from retreever.errors import RetreeverError
 from retreever.objective import Loss
 from retreever.train.config import TrainConfig
+from retreever.train.distributed import Ranks, synchronised
+
+ALONE = Ranks()
+PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data
 
 
 class Model(Protocol):
@@ -41,6 +45,15 @@ class Model(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """As of `nn.Module`."""
+        ...
+
+
+@runtime_checkable
+class Searches(Protocol):
+    """A model that samples paths; the noise is drawn for it, so that a run can be repeated and shared out."""
+
+    def noise_for(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Noise for the whole batch."""
         ...
 
 
@@ -88,37 +101,84 @@ class Progress:
 Watcher = Callable[[Progress], None]
 
 
-def fit(
-    model: Model, task: Task, config: TrainConfig, *, device: str = "cpu", watch: Watcher | None = None
-) -> list[Record]:
-    """Train `model` on `task` in place and return its validation history.
+class Trainer:
+    """One run: a model, its optimiser, its random streams and how far it has come.
 
     The same model, task and config give the same bits on the same machine: sampled paths and dropout come from torch's
     generator, seeded here, and data from the task's own stream.
     """
-    torch.manual_seed(config.seed)
-    stream = task.training(config.seed)
-    model.to(device)
-    model.train()
-    optimiser, schedule = make_optimiser(model, config)
-    history: list[Record] = []
-    started = time.perf_counter()
-    for step in range(1, config.steps + 1):
-        loss = _step(model, task.sample(config.batch, stream, device), optimiser, config)
-        _check_loss(loss, step)
-        schedule.step()
-        if step % config.evaluate_every == 0 or step == config.steps:
-            value = evaluate(model, task, task.validation(), device)
-            history.append(Record(step, value, float(loss.task), time.perf_counter() - started))
+
+    def __init__(
+        self, model: Model, task: Task, config: TrainConfig, device: str = "cpu", ranks: Ranks = ALONE
+    ) -> None:
+        ranks.check(config.batch)
+        torch.manual_seed(config.seed + ranks.rank)  # dropout; everything else has a stream of its own
+        self.model, self.task, self.config, self.device = model, task, config, torch.device(device)
+        self.ranks, self.stream = ranks, task.training(config.seed)
+        self.paths = torch.Generator(device).manual_seed(self.stream.initial_seed() ^ PATHS)
+        model.to(device)
+        model.train()
+        assert isinstance(model, nn.Module)
+        self.loss_of = synchronised(model, ranks)
+        self.optimiser = make_optimiser(model, config)
+        self.step, self.seconds = 0, 0.0
+        self.history: list[Record] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether the last step is behind it or the metric is where it should be."""
+        stop_at = self.config.stop_at
+        reached = stop_at is not None and bool(self.history) and self.history[-1].metric >= stop_at
+        return reached or self.step >= self.config.steps
+
+    def advance(self) -> Progress:
+        """One step, and a look at the validation set when it is time."""
+        started, config = time.perf_counter(), self.config
+        loss = self.train_step()
+        _check_loss(loss, self.step)
+        due = self.step % config.evaluate_every == 0 or self.step == config.steps
+        value = self._validate() if due else None
+        self.seconds += time.perf_counter() - started
+        if value is not None:
+            self.history.append(Record(self.step, value, self.ranks.mean(loss.task), self.seconds))
+        metric = self.history[-1].metric if self.history else None
+        return Progress(self.step, config.steps, float(loss.task), metric, self.seconds)
+
+    def train_step(self) -> Loss:
+        """Sample, forward, backward, clip, update."""
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.config.lr * learning_rate(self.config, self.step)
+        batch = self.task.sample(self.config.batch, self.stream, self.device)
+        noise = self.model.noise_for(batch, self.paths) if isinstance(self.model, Searches) else None
+        mine = self.ranks.rows(self.config.batch)
+        loss: Loss = self.loss_of(batch.rows(mine), None if noise is None else noise[mine])
+        self.optimiser.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss.total)
+        if self.config.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimiser.step()
+        self.step += 1
+        return loss
+
+    def _validate(self) -> float:
+        first = self.ranks.first
+        value = evaluate(self.model, self.task, self.task.validation(), self.device) if first else None
+        return self.ranks.from_first(value, self.device)
+
+
+def fit(
+    model: Model, task: Task, config: TrainConfig, *, device: str = "cpu", watch: Watcher | None = None
+) -> list[Record]:
+    """Train `model` on `task` in place, in memory alone, and return its validation history."""
+    trainer = Trainer(model, task, config, device)
+    while not trainer.done:
+        progress = trainer.advance()
         if watch is not None:
-            metric = history[-1].metric if history else None
-            watch(Progress(step, config.steps, float(loss.task), metric, time.perf_counter() - started))
-        if config.stop_at is not None and history and history[-1].metric >= config.stop_at:
-            break
-    return history
+            watch(progress)
+    return trainer.history
 
 
-def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: str = "cpu") -> float:
+def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
     """Mean of the task's metric over all real targets of `batches`; greedy, without gradients or dropout."""
     was_training = model.training
     model.train(False)
@@ -134,14 +194,11 @@ def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: str = "
     return total / count
 
 
-def make_optimiser(
-    model: Model, config: TrainConfig
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Adam (AdamW when there is weight decay) and its learning-rate schedule."""
-    optimiser = torch.optim.AdamW(
+def make_optimiser(model: Model, config: TrainConfig) -> torch.optim.AdamW:
+    """Adam with decoupled weight decay; `Trainer` sets the learning rate before every step."""
+    return torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
     )
-    return optimiser, torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: learning_rate(config, step))
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -157,16 +214,6 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def as_rows(history: list[Record], metric: str = "metric") -> list[dict[str, float]]:
     """Plain dictionaries, for JSON and figures; the metric goes by the name `metric`."""
     return [{"step": r.step, metric: r.metric, "loss": r.loss, "seconds": r.seconds} for r in history]
-
-
-def _step(model: Model, batch: Batch, optimiser: torch.optim.Optimizer, config: TrainConfig) -> Loss:
-    loss = model.loss(batch)
-    optimiser.zero_grad(set_to_none=True)
-    torch.autograd.backward(loss.total)
-    if config.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-    optimiser.step()
-    return loss
 
 
 def _check_loss(loss: Loss, step: int) -> None:

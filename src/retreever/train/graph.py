@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retreever.checks import reject
+from retreever.arguments import reject
 from retreever.objective import Loss
 from retreever.train.config import TrainConfig
 from retreever.train.engine import Model, Task, learning_rate

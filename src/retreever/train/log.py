@@ -10,7 +10,10 @@ from retreever.train.engine import Progress
 
 
 class ProgressLine:
-    """One live line per run: step, loss, metric, steps per second, time left. A context manager and a watcher."""
+    """One live line per run: step, loss, metric, steps per second, time left. A context manager and a watcher.
+
+    Not on a terminal it is a line every `every` steps; 0 keeps silent.
+    """
 
     def __init__(self, name: str, metric: str = "accuracy", every: int = 250, stream: TextIO | None = None) -> None:
         self.name, self.metric, self.every = name, metric, every
@@ -19,7 +22,7 @@ class ProgressLine:
         self._bar: Any = None
 
     def __enter__(self) -> ProgressLine:
-        if self.stream.isatty():
+        if self.every and self.stream.isatty():
             self._bar = _bar(self.stream)
             self._bar.start()
             self._task = self._bar.add_task(self.name, total=None, note="")
@@ -30,7 +33,7 @@ class ProgressLine:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self._last is not None and kind is None:
+        if self._last is not None and kind is None and self.every:
             print(f"{self.name}: {_describe(self._last, self.metric)}, done", file=self.stream, flush=True)
 
     def __call__(self, progress: Progress) -> None:
@@ -38,7 +41,7 @@ class ProgressLine:
         if self._bar is not None:
             note = _describe(progress, self.metric)
             self._bar.update(self._task, total=progress.steps, completed=progress.step, note=note)
-        elif progress.step % self.every == 0:
+        elif self.every and progress.step % self.every == 0:
             print(f"{self.name}: {_describe(progress, self.metric)}", file=self.stream, flush=True)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import check_choice
+from retreever.arguments import check_choice
 from retreever.nn.blocks import Residual, self_attention_block
 
 Aggregator = Literal["transformer", "mean"]

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor, reject
+from retreever.arguments import reject
+from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
 from retreever.nn.blocks import triton_installed
 from retreever.tree.aggregate import TransformerAggregator
 from retreever.tree.layout import leaf_layout

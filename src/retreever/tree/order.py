@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import without_padding
-from retreever.checks import check_choice, check_finite, check_int, check_mask, check_same, check_tensor, reject
+from retreever.checks import check_finite, check_mask, check_same, check_tensor
 from retreever.tree.layout import segment_of_rank
 from retreever.tree.plan import tree_depth
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from retreever.checks import check_int, reject
+from retreever.arguments import check_int, reject
 
 
 def tree_depth(n: int, branch: int) -> int:

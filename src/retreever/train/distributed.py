@@ -1,0 +1,102 @@
+"""Several processes, one run: started by torchrun, on one machine or many.
+
+Every process draws the same global batch and the same noise and works on its own rows, so gradients are those of one
+process with the whole batch. The first process evaluates and writes; the others hear from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from retreever.batch import Batch
+from retreever.errors import ConfigError, RetreeverError
+from retreever.objective import Loss
+
+PATIENCE = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among those of the job."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process evaluates and writes."""
+        return self.rank == 0
+
+    def check(self, batch: int) -> None:
+        """Every process must get as many rows as any other, or means would be off."""
+        if batch % self.world:
+            raise ConfigError(f"batch: expected a multiple of the {self.world} processes, got {batch}")
+
+    def rows(self, size: int) -> slice:
+        """The rows of a global batch that are this process's own."""
+        share = size // self.world
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def mean(self, value: Tensor) -> float:
+        """The mean of a scalar over all processes."""
+        if self.world == 1:
+            return float(value)
+        total = value.detach().to(torch.float64, copy=True)
+        dist.all_reduce(total)
+        return float(total) / self.world
+
+    def from_first(self, value: float | None, device: torch.device) -> float:
+        """The first process's `value`, everywhere."""
+        if self.world == 1:
+            assert value is not None
+            return value
+        told = torch.tensor(0.0 if value is None else value, dtype=torch.float64, device=device)
+        dist.broadcast(told, src=0)
+        return float(told)
+
+
+class LossOf(nn.Module):
+    """A model whose forward pass is its loss, which is what DistributedDataParallel synchronises."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, noise: Tensor | None) -> Loss:
+        return self.model.loss(batch) if noise is None else self.model.loss(batch, noise)  # type: ignore[operator]
+
+
+def synchronised(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """`model`'s loss, with gradients averaged over all processes."""
+    loss = LossOf(model)
+    return loss if ranks.world == 1 else nn.parallel.DistributedDataParallel(loss)
+
+
+@contextmanager
+def ranks_of_job(device: str) -> Iterator[tuple[Ranks, str]]:
+    """Join the other processes if torchrun started this one; gives the place and the device of this process."""
+    if "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        yield Ranks(), device
+        return
+    ranks = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if device.startswith("cuda"):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+    try:
+        yield ranks, device
+    except (RuntimeError, dist.DistBackendError) as error:
+        if isinstance(error, RetreeverError):
+            raise
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise RetreeverError(f"process {ranks.rank} of {ranks.world} lost the others or failed: {lines[0]}") from error
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,78 @@
+"""Several processes are one run: same losses, same weights, and only the first one writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from retreever.errors import ConfigError
+from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
+from retreever.train.distributed import Ranks
+from retreever.train.run import RunFolder
+
+NAME = "copy-8-tca-seed0"
+ARGUMENTS = [
+    "train", "copy", "--n", "8", "--steps", "30", "--batch", "8", "--warmup", "4", "--evaluate-every", "1",
+    "--save-every", "5", "--dropout", "0", "--device", "cpu",
+]  # fmt: skip
+
+
+def start(out: Path, processes: int, *extra: str) -> subprocess.Popen[str]:
+    command = ["retreever", *ARGUMENTS, *extra, "--out", str(out)]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "--"]
+    command = ["-m", *launcher, *command] if processes > 1 else ["-m", *command]
+    quiet = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=quiet
+    )
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / NAME / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        done = start(tmp_path / str(processes), processes)
+        _, error = done.communicate(timeout=120)
+        assert done.returncode == 0, error[-2000:]
+    newest = [latest_checkpoint(RunFolder(tmp_path / p / NAME).checkpoints) for p in "12"]
+    one, two = (load_checkpoint(path)[0] for path in newest if path is not None)
+    weights = [name for name in one if name.startswith("model.")]
+    assert max(float((one[name] - two[name]).abs().max()) for name in weights) <= 1e-5
+    rows = [json.loads((tmp_path / p / NAME / "result.json").read_text()) for p in "12"]
+    assert abs(rows[0]["test"] - rows[1]["test"]) < 0.5
+    for single, double in zip(losses(tmp_path / "1"), losses(tmp_path / "2"), strict=True):
+        assert abs(single - double) <= 1e-6
+
+
+def test_a_dead_process_ends_the_job_and_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    job = start(tmp_path, 2, "--steps", "100000")
+    folder = RunFolder(tmp_path / NAME)
+    deadline = time.monotonic() + 60
+    while latest_checkpoint(folder.checkpoints) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, error = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert "SIGKILL" in error or "exitcode: -9" in error or "lost the others" in error
+    newest = latest_checkpoint(folder.checkpoints)
+    assert newest is not None
+    load_checkpoint(newest)
+
+
+def test_rows_are_shared_out_evenly_and_odd_batches_refused() -> None:
+    ranks = [Ranks(rank, 4) for rank in range(4)]
+    rows = torch.arange(8)
+    assert torch.equal(torch.cat([rows[r.rows(8)] for r in ranks]), rows)
+    with pytest.raises(ConfigError, match=r"^batch: expected a multiple of the 4 processes, got 6$"):
+        ranks[0].check(6)

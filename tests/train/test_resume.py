@@ -1,0 +1,172 @@
+"""Runs with a folder: stopped anywhere and resumed, they give the bits of a run that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retreever.cli import main
+from retreever.errors import CheckpointError, ConfigError
+from retreever.tasks.copy import CopyTask
+from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
+from retreever.train.command import copy_model
+from retreever.train.engine import Trainer
+from retreever.train.options import CopySettings
+from retreever.train.resume import Stopped, resume_from, save, train_in
+from retreever.train.run import RunFolder
+
+SETTINGS = CopySettings(n=8, steps=24, batch=4, warmup=4, evaluate_every=5, save_every=3, dropout=0.1)
+ARGUMENTS = [
+    "train", "copy", "--n", "8", "--steps", "40", "--batch", "4", "--warmup", "4", "--evaluate-every", "8",
+    "--save-every", "3",
+]  # fmt: skip
+NAME = "copy-8-tca-seed0"
+
+
+def a_trainer(settings: CopySettings = SETTINGS) -> Trainer:
+    torch.manual_seed(7)
+    return Trainer(copy_model(settings), CopyTask(settings.n), settings.train_config(seed=0))
+
+
+def bits(folder: RunFolder) -> tuple[dict[str, Any], list[Any]]:
+    """All tensors of the newest checkpoint, and the metrics without their wall-clock times."""
+    newest = latest_checkpoint(folder.checkpoints)
+    assert newest is not None
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    return load_checkpoint(newest)[0], [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def assert_same_bits(one: RunFolder, other: RunFolder) -> None:
+    (tensors, rows), (others, other_rows) = bits(one), bits(other)
+    assert rows == other_rows
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+def newest(root: Path) -> str:
+    return max((path.name for path in (root / NAME / "checkpoints").glob("step-*")), default="")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = RunFolder(tmp_path_factory.mktemp("whole"))
+    train_in(folder, a_trainer())
+    return folder
+
+
+@pytest.mark.parametrize("stop", random.Random(0).sample(range(1, 24), 20))
+def test_resumed_after_any_step_gives_the_same_bits(stop: int, tmp_path: Path, uninterrupted: RunFolder) -> None:
+    """The process is gone after `stop` steps, saved or not; a fresh one goes on from the newest checkpoint."""
+    folder = RunFolder(tmp_path)
+
+    class Killed(Exception):
+        pass
+
+    def kill(progress: Any) -> None:
+        if progress.step == stop:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_in(folder, a_trainer(), kill)
+    torch.rand(13)  # whatever happened in between
+    train_in(folder, a_trainer())
+    assert_same_bits(folder, uninterrupted)
+
+
+def test_a_signal_saves_and_leaves(tmp_path: Path, uninterrupted: RunFolder) -> None:
+    folder = RunFolder(tmp_path)
+
+    def ask(progress: Any) -> None:
+        if progress.step == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step 10; .* can be resumed$"):
+        train_in(folder, a_trainer(), ask)
+    newest = latest_checkpoint(folder.checkpoints)
+    assert newest is not None and newest.name.endswith("10")
+    train_in(folder, a_trainer())
+    assert_same_bits(folder, uninterrupted)
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    def ask_twice(progress: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train_in(RunFolder(tmp_path), a_trainer(), ask_twice)
+
+
+def test_best_weights_are_kept(uninterrupted: RunFolder) -> None:
+    _, rows = bits(uninterrupted)
+    _, state = load_checkpoint(uninterrupted.checkpoints / "best")
+    best = max(row["metric"] for row in rows)
+    assert next(row["step"] for row in rows if row["metric"] == best) == state["step"]
+
+
+def test_weights_of_another_model_are_refused_by_key(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    save(folder, a_trainer())
+    other = CopySettings(n=8, model="ca", steps=24, batch=4)
+    with pytest.raises(CheckpointError, match=r"step-000000000: key model\.\S+ is (missing|unknown to this model)$"):
+        resume_from(folder, a_trainer(other))
+
+
+def test_killed_and_resumed_through_the_command_line(tmp_path: Path) -> None:
+    """SIGKILL at random moments, resumed each time, evaluated at the end: the result of the run left in peace."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main([*ARGUMENTS, "--out", str(whole)]) == 0
+    command = [sys.executable, "-m", "retreever.cli", *ARGUMENTS, "--out", str(broken), "--resume"]
+    dice = random.Random(1)
+    for _ in range(3):
+        seen = newest(broken)
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        while process.poll() is None and newest(broken) == seen:
+            time.sleep(0.002)
+        time.sleep(dice.random() * 0.05)
+        process.kill()
+        process.wait()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert_same_bits(RunFolder(whole / NAME), RunFolder(broken / NAME))
+    results = [json.loads((root / NAME / "result.json").read_text()) for root in (whole, broken)]
+    assert results[0]["test"] == results[1]["test"]
+    assert main(["eval", str(broken / NAME), "--checkpoint", "last"]) == 0
+
+
+def test_existing_runs_and_impossible_options_are_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / NAME)
+    folder.start(SETTINGS.to_json(0), resume=False, overwrite=False)
+    before = (folder.path / "config.json").read_text()
+    cases = [
+        (["--out", str(tmp_path)], "out: expected a new folder"),
+        (["--out", str(tmp_path), "--resume"], "out: expected the settings of"),
+        (["--out", str(tmp_path), "--resume", "--overwrite"], "resume: expected one of"),
+        (["--seeds", "0", "0"], "seeds: expected one or more different"),
+        (["--lr", "0"], "lr: expected"),
+        (["--device", "tpu"], "device: expected"),
+    ]
+    for extra, message in cases:
+        assert main([*ARGUMENTS, *extra]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"retreever: {message}") and error.count("\n") == 1
+    assert (folder.path / "config.json").read_text() == before
+    assert main(["eval", str(tmp_path)]) == 2
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="other files"):
+        RunFolder(tmp_path).start({}, resume=False, overwrite=True)
+    assert (tmp_path / "thesis.tex").exists()
