@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
 
 test: $(INSTALLED) lint
-	@$(BIN)/python -m pytest -n auto
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one thread a worker: they would wait for one another
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

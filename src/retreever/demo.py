@@ -13,6 +13,7 @@ import torch
 
 from retreever.bench.machine import machine
 from retreever.errors import InputError
+from retreever.files import write_text
 from retreever.models.config import ModelConfig
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
@@ -106,16 +107,16 @@ def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outco
     draw_retrieval(
         path, out / "retrieval.png", truth=answer, title=f"Copy task: query {query} looks for token {answer}"
     )
-    (out / "retrieval.json").write_text(json.dumps(path.to_json(), indent=1) + "\n")
+    write_text(out / "retrieval.json", json.dumps(path.to_json(), indent=1) + "\n")
     result = {
         "table": table.to_json(),
         "history": curves,
         "seed": seed,
         "machine": machine(),
     }
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_text(out / "result.json", json.dumps(result, indent=1) + "\n")
     pictures = "![learning curves](curves.png)\n\n![one search, step by step](retrieval.png)\n"
-    (out / "README.md").write_text(table.to_markdown() + "\n" + pictures)
+    write_text(out / "README.md", table.to_markdown() + "\n" + pictures)
 
 
 def demo_table(task: CopyTask, outcomes: list[Outcome], seed: int, seconds: float) -> Table:

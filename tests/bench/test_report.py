@@ -13,7 +13,7 @@ import pytest
 from retreever.bench.figures import TREE, Bar, Panel, draw_bars, draw_panels, readable, short
 from retreever.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, TrainBench
 from retreever.bench.report import Run, check_sizes, quantity, times
-from retreever.errors import BackendError, InputError
+from retreever.errors import BackendError, InputError, RetreeverError
 from retreever.report.tables import Table
 
 TABLE = Table("Times", ("n", "us"), (("256", "1.5"),))
@@ -82,7 +82,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
 
     run = Run.start("demo", options(tmp_path))
     monkeypatch.setattr("os.replace", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(RetreeverError, match=r"demo.*cannot be written: no space"):
         publish(run)
     assert list(tmp_path.iterdir()) == []
 

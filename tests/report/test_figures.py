@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retreever.errors import BackendError, InputError
+from retreever.errors import BackendError, InputError, RetreeverError
 from retreever.report.explain import Explanation, explain
 from retreever.report.figures import draw_curves, draw_retrieval
 from retreever.results import TreeCrossAttentionResult
@@ -116,7 +116,7 @@ def test_a_failed_write_leaves_the_old_picture_and_no_draft(tmp_path: Path, monk
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RetreeverError, match=r"curves\.png: cannot be written: disk full"):
         draw_curves(HISTORIES, file)
     assert file.read_bytes() == b"old" and list(tmp_path.iterdir()) == [file]
 

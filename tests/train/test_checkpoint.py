@@ -79,15 +79,16 @@ def test_tensors_come_back_to_the_bit_and_in_order(dtype: torch.dtype, tmp_path:
     assert all(bits(loaded[key]) == bits(tensors[key]) for key in tensors)
 
 
-def test_views_parameters_and_shared_memory_are_saved_by_value(tmp_path: Path) -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    tied = torch.nn.Parameter(torch.randn(2, 2))
-    negative = torch.randn(3, dtype=torch.complex64).conj().imag  # its memory holds the opposite sign
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_views_parameters_and_shared_memory_are_saved_by_value(device: str, tmp_path: Path) -> None:
+    base = torch.arange(12.0, device=device).reshape(3, 4)
+    tied = torch.nn.Parameter(torch.randn(2, 2, device=device))
+    negative = torch.randn(1, dtype=torch.complex64, device=device).conj().imag  # its memory holds the opposite sign
     tensors = {
         "base": base, "same": base, "turned": base.t(), "row": base[1], "strided": base[:, ::2],
         "wide": base[:1].expand(5, 4), "tied": tied, "tied too": tied, "negative": negative,
     }  # fmt: skip
-    loaded, _ = load_checkpoint(save_checkpoint(tmp_path, 0, tensors, {}))
+    loaded, _ = load_checkpoint(save_checkpoint(tmp_path, 0, tensors, {}), device)
     assert negative.is_neg() and all(torch.equal(loaded[key], tensors[key]) for key in tensors)
     loaded["base"].zero_()
     assert torch.equal(loaded["same"], base) and not loaded["tied"].requires_grad

@@ -82,6 +82,11 @@ def test_a_second_save_under_the_same_name_replaces_the_first(tmp_path: Path) ->
     assert names(tmp_path) == ["best", "step-000000005"] and latest_checkpoint(tmp_path) == same
 
 
+def test_a_named_save_leaves_the_numbered_ones_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1), save(tmp_path, 2), save(tmp_path, 3, name="best", keep=1)
+    assert names(tmp_path) == ["best", "step-000000001", "step-000000002"]
+
+
 def test_drafts_of_killed_writers_go_at_the_next_save(tmp_path: Path) -> None:
     for draft in (".step-000000004.0123abcd.draft", ".best.89abcdef.draft"):
         (tmp_path / draft).mkdir()
@@ -89,6 +94,19 @@ def test_drafts_of_killed_writers_go_at_the_next_save(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-000000004"]
+
+
+def test_what_cannot_be_deleted_does_not_stop_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", busy)
+        save(tmp_path, 2, keep=1)
+    assert names(tmp_path)[1:] == ["step-000000002"] and hidden(tmp_path) == names(tmp_path)[:1]
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-000000003"]
 
 
 @pytest.mark.parametrize("name", [None, "best"])
@@ -99,6 +117,13 @@ def test_a_crash_between_two_renames_leaves_the_old_one_loadable(name: str | Non
     assert step_of(path) == 6 and latest_checkpoint(tmp_path) == (None if name else path)
     save(tmp_path, 5)
     assert hidden(tmp_path) == [] and path.exists() and step_of(path) == 6
+
+
+def test_a_crash_after_both_renames_leaves_the_new_one(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, name="best")
+    path.rename(tmp_path / ".best.aside")
+    save(tmp_path / "elsewhere", 2, name="best").rename(path)
+    assert step_of(path) == 2 and step_of(save(tmp_path, 3, name="best")) == 3 and hidden(tmp_path) == []
 
 
 # What fails.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +19,7 @@ from retreever.bench.machine import WAIT_ADVICE, describe, find_device, load_ave
 from retreever.bench.options import BenchOptions
 from retreever.bench.timing import Limits, Timing
 from retreever.errors import BackendError, InputError
+from retreever.files import write_text
 from retreever.report.tables import Table
 
 Row = dict[str, Any]
@@ -121,17 +120,6 @@ class Run:
             "summary": dict(summary),
             "rows": rows,
         }
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write beside the target, then replace it, so that a reader never sees half a file."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, file)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def check_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,12 +5,12 @@ Needs matplotlib (the extra `plot`), imported on first use. No pyplot: nothing g
 
 from __future__ import annotations
 
-import os
-import secrets
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retreever.errors import BackendError
+from retreever.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,19 +48,13 @@ def clean(axis: Axes, label: str) -> None:
 
 
 def save(figure: Figure, file: str | Path, title: str | None = None) -> Path:
-    """Write a PNG beside the target, then replace it, so that a reader never sees half a picture."""
+    """Write a PNG in one step, so that a reader never sees half a picture."""
     from matplotlib.text import Text
 
     if title:
         figure.suptitle(title, fontsize=12, fontweight="bold", color=STYLE["ink"])
     for text in figure.findobj(lambda artist: isinstance(artist, Text)):
         text.set(fontfamily=STYLE["font"])
-    target = Path(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        figure.savefig(draft, format="png")
-        os.replace(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
-    return target
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return write_bytes(file, picture.getvalue())
