@@ -35,7 +35,7 @@ NAME = "copy-8-tca-seed0"
 
 def a_trainer(settings: CopySettings = SETTINGS) -> Trainer:
     torch.manual_seed(7)
-    return Trainer(copy_model(settings), CopyTask(settings.n), settings.train_config(seed=0))
+    return Trainer(copy_model(settings), CopyTask(settings.n), settings.train_config())
 
 
 def bits(folder: RunFolder) -> tuple[dict[str, Any], list[Any]]:
@@ -147,7 +147,7 @@ def test_existing_runs_and_impossible_options_are_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path / NAME)
-    folder.start(SETTINGS.to_json(0), resume=False, overwrite=False)
+    folder.start(SETTINGS.to_json(), resume=False, overwrite=False)
     before = (folder.path / "config.json").read_text()
     cases = [
         (["--out", str(tmp_path)], "out: expected a new folder"),

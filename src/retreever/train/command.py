@@ -53,35 +53,32 @@ def copy_model(settings: CopySettings) -> CopyModels:
 
 def train_copy(options: TrainCopy) -> None:
     """Train every seed in its own folder, one after another; refuse before any work is done."""
-    settings = CopySettings(**{f.name: getattr(options, f.name) for f in fields(CopySettings)})
-    task = CopyTask(settings.n)
     with ranks_of_job(find_device(options.device)) as (ranks, device):
-        _train_seeds(options, settings, task, ranks, device)
+        _train_seeds(options, CopyTask(options.n), ranks, device)
 
 
-def _train_seeds(options: TrainCopy, settings: CopySettings, task: CopyTask, ranks: Ranks, device: str) -> None:
-    runs = [(seed, RunFolder(run_path(options, seed))) for seed in options.seeds]
-    for seed, _ in runs:
-        settings.train_config(seed)
-    copy_model(settings)
-    for seed, folder in runs:
+def _train_seeds(options: TrainCopy, task: CopyTask, ranks: Ranks, device: str) -> None:
+    shared = {f.name: getattr(options, f.name) for f in fields(CopySettings)}
+    settings = [CopySettings(**{**shared, "seed": seed}) for seed in options.seeds]
+    runs = [(one, RunFolder(run_path(options, one.seed))) for one in settings]
+    copy_model(settings[0])  # impossible settings are refused before any file is made
+    for one, folder in runs:
         if ranks.first:
-            folder.start(settings.to_json(seed), options.resume, options.overwrite)
-    for seed, folder in runs:
-        result = train_one(settings, seed, folder, task, device, ranks)
+            folder.start(one.to_json(), options.resume, options.overwrite)
+    for one, folder in runs:
+        result = train_one(one, folder, task, device, ranks)
         if ranks.first:
-            print(
-                f"{folder.path}: test accuracy {result['test']:.2f} % with {result['tokens']} of {task.context} tokens"
-            )
+            tokens = f"{result['tokens']} of {task.context} tokens"
+            print(f"{folder.path}: test accuracy {result['test']:.2f} % with {tokens}")
 
 
 def train_one(
-    settings: CopySettings, seed: int, folder: RunFolder, task: CopyTask, device: str, ranks: Ranks = ALONE
+    settings: CopySettings, folder: RunFolder, task: CopyTask, device: str, ranks: Ranks = ALONE
 ) -> dict[str, Any]:
     """One run from start, or from where it was, to its result."""
-    torch.manual_seed(derive_seed("copy", "init", seed))
+    torch.manual_seed(derive_seed("copy", "init", settings.seed))
     model = copy_model(settings)
-    trainer = Trainer(model, task, settings.train_config(seed), device, ranks)
+    trainer = Trainer(model, task, settings.train_config(), device, ranks)
     with ProgressLine(folder.path.name, every=250 if ranks.first else 0) as line:
         history = train_in(folder, trainer, line)
     result = {
@@ -111,7 +108,7 @@ def run_path(options: TrainCopy, seed: int) -> Path:
 def evaluate_run(options: Evaluate) -> None:
     """Test score of a run's best or newest weights."""
     folder = RunFolder(options.run_folder)
-    settings, _ = CopySettings.from_json(folder.config())
+    settings = CopySettings.from_json(folder.config())
     best = folder.checkpoints / "best"
     path = best if options.checkpoint == "best" else latest_checkpoint(folder.checkpoints)
     if path is None:

@@ -179,19 +179,22 @@ def fit(
 
 
 def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
-    """Mean of the task's metric over all real targets of `batches`; greedy, without gradients or dropout."""
+    """Mean over `batches` of the task's metric over their real targets; greedy, without gradients or dropout.
+
+    Batches weigh the same whatever their size: this is how the paper and those before it measure.
+    """
     was_training = model.training
     model.train(False)
-    total, count = 0.0, 0
+    means = []
     with torch.inference_mode():
         for cpu_batch in batches:
             batch = cpu_batch.to(device)
             dist = model.predict(batch.xc, batch.yc, batch.xt, batch.context_mask)
             values = task.metric(dist, batch)
             real = values if batch.target_mask is None else values[batch.target_mask]
-            total, count = total + float(real.double().sum()), count + real.numel()
+            means.append(float(real.double().mean()))
     model.train(was_training)
-    return total / count
+    return sum(means) / len(means)
 
 
 def make_optimiser(model: Model, config: TrainConfig) -> torch.optim.AdamW:

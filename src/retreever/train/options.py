@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, Suppress
 
 from retreever.arguments import check_int, reject
 from retreever.errors import ConfigError
-from retreever.train.config import Schedule, TrainConfig
+from retreever.train.config import TrainConfig
 
 CopyModel = Literal["tca", "ca", "perceiver-io"]
 
 
 @dataclass(frozen=True)
-class CopySettings:
-    """One run on the copy task."""
+class CopySettings(TrainConfig):
+    """One run on the copy task: what is trained, and how."""
 
     n: int = 256
     """Length of the sequences, a power of two; half of it is context."""
@@ -33,45 +33,24 @@ class CopySettings:
     """Dropout of all models."""
     preset: Literal["default", "paper"] = "default"
     """This library's choices, or those of the paper's public code."""
-    steps: int = 4_000
-    """Optimiser steps."""
-    batch: int = 128
-    """Sequences per step."""
-    lr: float = 1e-3
-    """Peak learning rate."""
-    warmup: int = 500
-    """Steps over which the learning rate rises."""
-    schedule: Schedule = "cosine"
-    """How the learning rate goes on after that."""
-    clip: float = 1.0
-    """Largest gradient norm; 0 leaves gradients as they are."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    evaluate_every: int = 250
-    """Steps between looks at the validation set."""
-    stop_at: float | None = None
-    """Stop early once validation accuracy reaches this many per cent."""
-    save_every: int = 500
-    """Steps between checkpoints."""
-    keep: int = 2
-    """Checkpoints kept besides the best."""
+    seed: Suppress[int] = 0
 
-    def train_config(self, seed: int) -> TrainConfig:
-        """The training settings of one seed."""
-        shared = {f.name: getattr(self, f.name) for f in fields(TrainConfig) if hasattr(self, f.name)}
-        config = TrainConfig(**shared, seed=seed)
+    def train_config(self) -> TrainConfig:
+        """The training settings alone."""
+        config = TrainConfig(**{f.name: getattr(self, f.name) for f in fields(TrainConfig)})
         return config.as_published() if self.preset == "paper" else config
 
-    def to_json(self, seed: int) -> dict[str, Any]:
-        """The settings of one run, as saved in its folder."""
-        return {"task": "copy", "seed": seed, **asdict(self)}
+    def to_json(self) -> dict[str, Any]:
+        """The settings, as saved in the run's folder."""
+        own = {f.name: getattr(self, f.name) for f in fields(CopySettings)}
+        return {"task": "copy", **own, "betas": list(self.betas)}
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> tuple[CopySettings, int]:
-        """Settings and seed back from a run folder."""
-        rest = {key: value for key, value in saved.items() if key not in ("task", "seed")}
+    def from_json(cls, saved: dict[str, Any]) -> CopySettings:
+        """Settings back from a run folder."""
+        rest = {key: value for key, value in saved.items() if key != "task"}
         try:
-            return cls(**rest), int(saved["seed"])
+            return cls(**{**rest, "betas": tuple(rest["betas"])})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"config.json: expected the settings of a copy run, got {error}") from None
 

@@ -1,0 +1,141 @@
+"""GP regression (paper, section 4.2.1): functions drawn from a Gaussian process, some points given, others predicted.
+
+Per batch the context has N ~ U{3..46} points and the target M ~ U{3..49-N}; length-scale and output scale are drawn per
+function. The paper prints length-scales from U[0.6, 1.0); the code behind its numbers, and behind those of all methods
+it compares with, draws from U[0.1, 0.6) and adds noise of standard deviation 0.02. That is the default here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution, Independent, Normal
+
+from retreever.arguments import check_choice, check_int
+from retreever.batch import Batch
+from retreever.tasks.seeds import stream
+
+Kernel = Literal["rbf", "matern", "periodic"]
+KERNELS: tuple[Kernel, ...] = ("rbf", "matern", "periodic")
+Ranges = Literal["code", "paper"]
+NOISE = 0.02
+MOST_POINTS = 50
+
+
+class Hyperparameters(NamedTuple):
+    """What a batch of functions was drawn with, one of each per function (b, 1, 1)."""
+
+    length: Float[Tensor, "b 1 1"]
+    scale: Float[Tensor, "b 1 1"]
+    period: Float[Tensor, "b 1 1"]
+
+
+@dataclass(frozen=True)
+class GPTask:
+    """Functions of one kernel.
+
+    Attributes:
+        kernel: "rbf" (what the paper trains on), "matern" (5/2) or "periodic".
+        ranges: of the length-scale: those of the public code, or those printed in the paper.
+        test_batches: batches of 16 functions in the test set.
+    """
+
+    kernel: Kernel = "rbf"
+    ranges: Ranges = "code"
+    test_batches: int = 3_000
+
+    def __post_init__(self) -> None:
+        check_choice("kernel", self.kernel, KERNELS)
+        check_choice("ranges", self.ranges, ("code", "paper"))
+        check_int("test_batches", self.test_batches, 1)
+
+    def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
+        """`size` fresh functions, all with the same numbers of context and target points."""
+        return self.draw(size, generator, device)[0]
+
+    def draw(
+        self, size: int, generator: torch.Generator, device: torch.device | str = "cpu"
+    ) -> tuple[Batch, Hyperparameters]:
+        """Fresh functions and what they were drawn with. Points are sorted, as the tree wants them."""
+        check_int("size", size, 1)
+        n = _integer(3, MOST_POINTS - 3, generator)
+        m = _integer(3, MOST_POINTS - n, generator)
+        at: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": torch.float64}
+        u = torch.rand(3, size, 1, 1, **at)
+        low, width = (0.1, 0.5) if self.ranges == "code" else (0.6, 0.4)
+        hyper = Hyperparameters(low + width * u[0], 0.1 + 0.9 * u[1], 0.1 + 0.4 * u[2])
+        x = 4 * torch.rand(size, n + m, 1, **at) - 2
+        x = torch.cat([x[:, :n].sort(dim=1).values, x[:, n:].sort(dim=1).values], dim=1)
+        root = torch.linalg.cholesky(with_noise(self.covariance(x, x, hyper)))
+        y = root @ torch.randn(size, n + m, 1, **at)
+        x, y = x.to(device, torch.float32), y.to(device, torch.float32)
+        moved = Hyperparameters(*(value.to(device) for value in hyper))
+        return Batch(xc=x[:, :n], yc=y[:, :n], xt=x[:, n:], yt=y[:, n:]), moved
+
+    def covariance(
+        self, x: Float[Tensor, "b n 1"], z: Float[Tensor, "b m 1"], hyper: Hyperparameters
+    ) -> Float[Tensor, "b n m"]:
+        """Prior covariance between points, without noise."""
+        gap = (x - z.mT).abs()
+        if self.kernel == "matern":
+            d = math.sqrt(5) * gap / hyper.length
+            return hyper.scale**2 * (1 + d + d.square() / 3) * (-d).exp()
+        if self.kernel == "periodic":
+            return hyper.scale**2 * (-2 * ((math.pi * gap / hyper.period).sin() / hyper.length).square()).exp()
+        return hyper.scale**2 * (-0.5 * (gap / hyper.length).square()).exp()
+
+    def posterior(self, batch: Batch, hyper: Hyperparameters) -> Distribution:
+        """The exact predictive distribution at the targets, knowing the true hyperparameters: the ceiling."""
+        xc, yc, xt = batch.xc.double(), batch.yc.double(), batch.xt.double()
+        root = torch.linalg.cholesky(with_noise(self.covariance(xc, xc, hyper)))
+        cross = torch.linalg.solve_triangular(root, self.covariance(xc, xt, hyper), upper=False)  # (b, n, m)
+        mean = cross.mT @ torch.linalg.solve_triangular(root, yc, upper=False)
+        variance = hyper.scale[..., 0] ** 2 + NOISE**2 - cross.square().sum(dim=1)  # (b, m)
+        return Independent(Normal(mean, variance.clamp_min(NOISE**2).sqrt()[..., None], validate_args=False), 1)
+
+    def training(self, seed: int) -> torch.Generator:
+        """The stream training functions of `seed` come from."""
+        return stream(self._name, "train", seed)
+
+    def validation(self, batches: int = 100) -> Iterator[Batch]:
+        """Fixed functions to steer training by; never trained on, never tested on."""
+        return (batch for batch, _ in self._fixed("validation", batches))
+
+    def test(self) -> Iterator[Batch]:
+        """The fixed test set: 3,000 batches of 16 by default."""
+        return (batch for batch, _ in self._fixed("test", self.test_batches))
+
+    def oracle_score(self) -> float:
+        """Log-likelihood of the exact posterior over the test set, in the paper's measure."""
+        scores = [self.metric(self.posterior(b, h), b).mean() for b, h in self._fixed("test", self.test_batches)]
+        return float(torch.stack(scores).mean())
+
+    @staticmethod
+    def metric(dist: Distribution, batch: Batch) -> Tensor:
+        """Log-likelihood of every target (b, m)."""
+        return dist.log_prob(batch.yt)
+
+    @property
+    def _name(self) -> str:
+        return f"gp-{self.kernel}-{self.ranges}"
+
+    def _fixed(self, purpose: Literal["validation", "test"], batches: int) -> Iterator[tuple[Batch, Hyperparameters]]:
+        generator = stream(self._name, purpose, 0)
+        for _ in range(batches):
+            yield self.draw(16, generator)
+
+
+def with_noise(covariance: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
+    """Observations are noisy, everywhere."""
+    return covariance + NOISE**2 * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+
+
+def _integer(low: int, stop: int, generator: torch.Generator) -> int:
+    """Uniform from low to stop - 1."""
+    return int(torch.randint(low, stop, (), generator=generator, device=generator.device))
