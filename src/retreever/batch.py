@@ -30,7 +30,7 @@ class Batch:
     xc: Float[Tensor, "b n dx"]
     yc: Shaped[Tensor, "b n *dy"]
     xt: Float[Tensor, "b m dx"]
-    yt: Shaped[Tensor, "b m *dy"]
+    yt: Shaped[Tensor, "b m *out"]
     context_mask: Bool[Tensor, "b n"] | None = None
     target_mask: Bool[Tensor, "b m"] | None = None
 

@@ -22,6 +22,7 @@ ALONE = Ranks()
 PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data
 
 
+@runtime_checkable
 class Model(Protocol):
     """What training needs of a model: an `nn.Module` with `predict` and `loss`."""
 
@@ -57,6 +58,7 @@ class Searches(Protocol):
         ...
 
 
+@runtime_checkable
 class Task(Protocol):
     """What training needs of a task: fresh batches, fixed validation batches, a metric per query."""
 

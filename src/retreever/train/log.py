@@ -39,7 +39,7 @@ class ProgressLine:
     def __call__(self, progress: Progress) -> None:
         self._last = progress
         if self._bar is not None:
-            note = _describe(progress, self.metric)
+            note = _brief(progress)
             self._bar.update(self._task, total=progress.steps, completed=progress.step, note=note)
         elif self.every and progress.step % self.every == 0:
             print(f"{self.name}: {_describe(progress, self.metric)}", file=self.stream, flush=True)
@@ -52,9 +52,16 @@ def _describe(p: Progress, metric: str) -> str:
     return f"step {p.step}/{p.steps}  loss {p.loss:.3f}  {metric} {value}  {rate:.1f} steps/s  {left:.0f} s left"
 
 
+def _brief(p: Progress) -> str:
+    """As much as fits beside a bar on 80 columns."""
+    rate = p.step / max(p.seconds, 1e-9)
+    metric = "" if p.metric is None else f"  {p.metric:.1f}"
+    return f"{p.step}/{p.steps}  loss {p.loss:.2f}{metric}  {rate:.0f}/s  {(p.steps - p.step) / rate:.0f} s left"
+
+
 def _bar(stream: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description:<18}"), BarColumn(bar_width=24), TextColumn("{task.fields[note]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[note]}"))
     return Progress(*columns, console=Console(file=stream), transient=True)

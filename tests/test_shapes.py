@@ -1,0 +1,19 @@
+"""Shapes written in signatures are the shapes that pass: tests run again with every annotation checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+CHECKED = ["attention", "batch", "models", "nn", "objective", "ops.reference", "results", "tasks", "tree"]
+AGAIN = ["models/test_models.py", "ops/test_policy.py", "tree/test_selected.py", "tree/test_layout.py"]
+
+
+def test_annotations_hold() -> None:
+    """Tests of deliberate mistakes are left out: there the checker would speak first."""
+    packages = ",".join([*(f"retreever.{name}" for name in CHECKED), "beartype.beartype"])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--jaxtyping-packages={packages}"]
+    done = subprocess.run([*command, *(str(TESTS / name) for name in AGAIN)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
