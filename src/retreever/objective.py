@@ -35,7 +35,8 @@ class ObjectiveConfig:
 
     Attributes:
         reward: what the search maximises: "log-likelihood", "squared-error" (its negative), "cross-entropy" (its
-            negative) or "accuracy"; None takes accuracy for classes and log-likelihood for values.
+            negative) or "accuracy"; None takes accuracy for classes, squared error for point predictions and
+            log-likelihood for the rest.
         baseline: subtracted from the reward: "none", "constant" (`constant`), "batch-mean", or "full", the reward of
             the same query read over all leaves.
         constant: of the constant baseline.

@@ -132,3 +132,16 @@ def test_the_policy_term_by_hand() -> None:
     assert float(loss.reward) == pytest.approx(float(reward.mean()), abs=1e-5)
     assert float(loss.task) == pytest.approx(-float(reward.mean()), abs=1e-5)
     assert torch.allclose(loss.total.detach(), loss.task + loss.policy + loss.leaves)
+
+
+@pytest.mark.parametrize(
+    ("head", "reward"),
+    [
+        ("categorical", "accuracy"),
+        ("point", "squared-error"),
+        ("gaussian", "log-likelihood"),
+        ("bounded", "log-likelihood"),
+    ],
+)
+def test_the_reward_that_goes_with_a_head(head: str, reward: str) -> None:
+    assert ReTreever(head=head, layers=0).reward == reward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class ReTreeverConfig(ModelConfig):
         reward baseline except minus log of the number of classes for the cross-entropy reward.
         """
         cross_entropy = self.objective.reward == "cross-entropy"
-        constant = -float(torch.tensor(float(self.out)).log()) if cross_entropy else 0.0
+        constant = -math.log(self.out) if cross_entropy else 0.0
         objective = replace(self.objective, baseline="constant" if cross_entropy else "none", constant=constant)
         return replace(self, detach=True, residual="doubled", objective=objective)
 
@@ -100,7 +101,8 @@ class ReTreever(nn.Module):
             dropout=c.dropout,
             impl=c.impl,
         )
-        default: Reward = "accuracy" if c.head == "categorical" else "log-likelihood"
+        natural: dict[str, Reward] = {"categorical": "accuracy", "point": "squared-error"}
+        default = natural.get(c.head, "log-likelihood")
         if reward is not None and not callable(reward):
             check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default

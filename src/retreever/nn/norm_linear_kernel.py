@@ -50,7 +50,8 @@ def norm_linear_rows(
 
 def precision(dtype: torch.dtype) -> str:
     """Products of float32 keep float32 accuracy (three passes of tf32) unless the user allows tf32."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "tf32x3" if exact else "tf32"
 
 
 def fits(x: Tensor, linear: nn.Linear) -> bool:
