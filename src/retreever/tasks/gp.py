@@ -19,7 +19,7 @@ from torch.distributions import Distribution, Independent, Normal
 
 from retreever.arguments import check_choice, check_int
 from retreever.batch import Batch
-from retreever.tasks.seeds import stream
+from retreever.tasks.seeds import integer, stream
 
 Kernel = Literal["rbf", "matern", "periodic"]
 KERNELS: tuple[Kernel, ...] = ("rbf", "matern", "periodic")
@@ -64,8 +64,8 @@ class GPTask:
     ) -> tuple[Batch, Hyperparameters]:
         """Fresh functions and what they were drawn with. Points are sorted, as the tree wants them."""
         check_int("size", size, 1)
-        n = _integer(3, MOST_POINTS - 3, generator)
-        m = _integer(3, MOST_POINTS - n, generator)
+        n = integer(3, MOST_POINTS - 3, generator)
+        m = integer(3, MOST_POINTS - n, generator)
         at: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": torch.float64}
         u = torch.rand(3, size, 1, 1, **at)
         low, width = (0.1, 0.5) if self.ranges == "code" else (0.6, 0.4)
@@ -134,8 +134,3 @@ class GPTask:
 def with_noise(covariance: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
     """Observations are noisy, everywhere."""
     return covariance + NOISE**2 * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-
-
-def _integer(low: int, stop: int, generator: torch.Generator) -> int:
-    """Uniform from low to stop - 1."""
-    return int(torch.randint(low, stop, (), generator=generator, device=generator.device))

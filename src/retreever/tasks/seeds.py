@@ -19,3 +19,8 @@ def derive_seed(task: str, purpose: Purpose, seed: int) -> int:
 def stream(task: str, purpose: Purpose, seed: int) -> torch.Generator:
     """A CPU generator for one purpose of one task."""
     return torch.Generator().manual_seed(derive_seed(task, purpose, seed))
+
+
+def integer(low: int, stop: int, generator: torch.Generator) -> int:
+    """Uniform from low to stop - 1."""
+    return int(torch.randint(low, stop, (), generator=generator, device=generator.device))
