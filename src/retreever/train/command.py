@@ -61,7 +61,9 @@ def _train_seeds(options: TrainCopy, task: CopyTask, ranks: Ranks, device: str) 
     shared = {f.name: getattr(options, f.name) for f in fields(CopySettings)}
     settings = [CopySettings(**{**shared, "seed": seed}) for seed in options.seeds]
     runs = [(one, RunFolder(run_path(options, one.seed))) for one in settings]
-    copy_model(settings[0])  # impossible settings are refused before any file is made
+    for one in settings:  # impossible settings are refused before any file is made
+        ranks.check(one.train_config().batch)
+        copy_model(one)
     for one, folder in runs:
         if ranks.first:
             folder.start(one.to_json(), options.resume, options.overwrite)

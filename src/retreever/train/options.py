@@ -35,6 +35,9 @@ class CopySettings(TrainConfig):
     """This library's choices, or those of the paper's public code."""
     seed: Suppress[int] = 0
 
+    def __post_init__(self) -> None:
+        """Checked when used: an error raised while arguments are parsed would not be one line."""
+
     def train_config(self) -> TrainConfig:
         """The training settings alone."""
         config = TrainConfig(**{f.name: getattr(self, f.name) for f in fields(TrainConfig)})
