@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from retreever.arguments import reject
+from retreever.errors import BackendError
 
 
 def check_tensor(argument: str, value: object, shape: str, **sizes: int) -> None:
@@ -80,3 +81,17 @@ def check_any_real(argument: str, mask: Tensor) -> None:
     empty = mask.any(dim=-1).logical_not()
     if bool(empty.any()):
         reject(argument, "at least one real token in every row", f"{int(empty.sum())} rows with none")
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is the accelerator where there is one and the CPU otherwise."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return found or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        reject("device", "auto, cpu, cuda or another device torch knows", repr(name))
+    if device.type not in ("cpu", found.type if found else "cpu"):
+        raise BackendError(f"device: {name} is not available here, only {found.type + ' and ' if found else ''}cpu")
+    return device

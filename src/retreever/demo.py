@@ -14,23 +14,19 @@ import torch
 from retreever.bench.machine import machine
 from retreever.errors import InputError
 from retreever.files import write_text
-from retreever.models.config import ModelConfig
-from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
-from retreever.models.retreever import ReTreever, ReTreeverConfig
-from retreever.models.transformer_ca import TransformerCA
+from retreever.models.retreever import ReTreever
 from retreever.report.explain import explain
 from retreever.report.figures import draw_curves, draw_retrieval
 from retreever.report.tables import Table
-from retreever.tasks.copy import VOCABULARY, CopyTask
+from retreever.tasks.copy import CopyTask
+from retreever.train.command import CopyModels, copy_model
 from retreever.train.config import TrainConfig
 from retreever.train.engine import Record, as_rows, evaluate, fit
 from retreever.train.log import ProgressLine
+from retreever.train.options import CopySettings
 
 NAMES = ("Cross Attention", "Tree Cross Attention", "Perceiver IO")
 TRAIN = TrainConfig(steps=1_500, batch=64, warmup=100, evaluate_every=50, stop_at=99.9)
-
-
-AnyModel = TransformerCA | ReTreever | PerceiverIO
 
 
 @dataclass(frozen=True)
@@ -44,12 +40,9 @@ class Outcome:
     history: list[Record]
 
 
-def copy_models(task: CopyTask) -> tuple[TransformerCA, ReTreever, PerceiverIO]:
-    """The three models, all reading the same embeddings; Perceiver IO has as many latents as TCA reads tokens."""
-    shared: dict[str, Any] = {"dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical", "dropout": 0.1}
-    plain = TransformerCA(ModelConfig(**shared, encoder="identity"))
-    tree = ReTreever(ReTreeverConfig(**shared, encoder="identity", order="given"))
-    return plain, tree, PerceiverIO(PerceiverIOConfig(**shared, latents=tree.tokens(task.context)))
+def copy_models(task: CopyTask) -> tuple[CopyModels, ...]:
+    """The three models of `retreever train copy`; Perceiver IO has as many latents as TCA reads tokens."""
+    return tuple(copy_model(CopySettings(n=task.n, model=model)) for model in ("ca", "tca", "perceiver-io"))
 
 
 def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> tuple[Table, list[Outcome]]:
@@ -59,7 +52,7 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
         raise InputError(f"out: expected a new or empty folder, got {out} with files in it (--overwrite replaces them)")
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    models: tuple[AnyModel, ...] = copy_models(task)
+    models = copy_models(task)
     outcomes: list[Outcome] = []
     train = replace(TRAIN, seed=seed)
     for name, model in zip(NAMES, models, strict=True):
@@ -73,14 +66,14 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
     return table, outcomes
 
 
-def measure(name: str, model: AnyModel, task: CopyTask, history: list[Record]) -> Outcome:
+def measure(name: str, model: CopyModels, task: CopyTask, history: list[Record]) -> Outcome:
     """Accuracy on the test sequences and time per query on a context prepared once."""
     accuracy = evaluate(model, task, task.test())
     return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
 
 
 @torch.inference_mode()
-def query_microseconds(model: AnyModel, task: CopyTask, repeats: int = 50) -> float:
+def query_microseconds(model: CopyModels, task: CopyTask, repeats: int = 50) -> float:
     """Median time of answering all queries of one prepared context, per query."""
     model.eval()
     batch = task.sample(1, task.training(0))

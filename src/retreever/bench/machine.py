@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from retreever.arguments import reject
-from retreever.errors import BackendError
 from retreever.version import __version__
 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -40,20 +38,6 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 def load_average() -> list[float] | None:
     """Load of the last 1, 5 and 15 minutes; None where the system does not say."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
-def find_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is the accelerator where there is one and the CPU otherwise."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        return found or torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        reject("device", "auto, cpu, cuda or another device torch knows", repr(name))
-    if device.type not in ("cpu", found.type if found else "cpu"):
-        raise BackendError(f"device: {name} is not available here, only {found.type + ' and ' if found else ''}cpu")
-    return device
 
 
 def describe(facts: dict[str, Any]) -> str:

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from retreever.arguments import check_int, reject
 from retreever.bench.figures import readable
-from retreever.bench.machine import WAIT_ADVICE, describe, find_device, load_average, machine
+from retreever.bench.machine import WAIT_ADVICE, describe, load_average, machine
 from retreever.bench.options import BenchOptions
 from retreever.bench.timing import Limits, Timing
+from retreever.checks import find_device
 from retreever.errors import BackendError, InputError
 from retreever.files import write_text
 from retreever.report.tables import Table

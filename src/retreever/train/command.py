@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from retreever.errors import CheckpointError, ConfigError
+from retreever.checks import find_device
+from retreever.errors import CheckpointError
 from retreever.models.config import ModelConfig
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
@@ -53,7 +54,7 @@ def copy_model(settings: CopySettings) -> CopyModels:
 
 def train_copy(options: TrainCopy) -> None:
     """Train every seed in its own folder, one after another; refuse before any work is done."""
-    with ranks_of_job(find_device(options.device)) as (ranks, device):
+    with ranks_of_job(str(find_device(options.device))) as (ranks, device):
         _train_seeds(options, CopyTask(options.n), ranks, device)
 
 
@@ -115,21 +116,10 @@ def evaluate_run(options: Evaluate) -> None:
     path = best if options.checkpoint == "best" else latest_checkpoint(folder.checkpoints)
     if path is None:
         raise CheckpointError(f"{folder.checkpoints}: expected a checkpoint, got none")
-    device, task, model = find_device(options.device), CopyTask(settings.n), copy_model(settings)
+    device, task, model = str(find_device(options.device)), CopyTask(settings.n), copy_model(settings)
     tensors, state = load_checkpoint(path)
     module: nn.Module = model
     restore_model(module, tensors, path)
     module.to(device)
     value = evaluate(model, task, task.test(), device)
     print(f"{path}: test accuracy {value:.4f} % after {state['step']} steps, on {task.test_sequences} sequences")
-
-
-def find_device(name: str) -> str:
-    """The device called `name`; "auto" is CUDA where there is one."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device: expected one that is here, got {name} without CUDA")
-    if name != "cpu" and not name.startswith("cuda"):
-        raise ConfigError(f"device: expected cpu, cuda or auto, got {name}")
-    return name

@@ -5,12 +5,13 @@ Putting it back and going on gives the same bits as never having stopped.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retreever.errors import CheckpointError
+from retreever.train.checkpoint import check_fits
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -36,16 +37,10 @@ def random_tensors(streams: dict[str, torch.Generator], device: torch.device) ->
     return tensors
 
 
-def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: object) -> None:
-    """Weights back into `model`; names and shapes must be the model's own."""
-    wanted = model_tensors(model)
+def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
+    """Weights back into `model`; names, dtypes and shapes must be the model's own."""
     found = {name: value for name, value in tensors.items() if name.startswith("model.")}
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found or name not in wanted:
-            raise CheckpointError(f"{source}: key {name} is {'missing' if name in wanted else 'unknown to this model'}")
-        if wanted[name].shape != found[name].shape:
-            shapes = f"expected {tuple(wanted[name].shape)}, got {tuple(found[name].shape)}"
-            raise CheckpointError(f"{source}: key {name} has another shape, {shapes}")
+    check_fits(source, found, model_tensors(model))
     model.load_state_dict({name.removeprefix("model."): value for name, value in found.items()})
 
 
