@@ -22,7 +22,8 @@ from retreever.models.retreever import ReTreeverConfig
 from retreever.objective import ObjectiveConfig
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
-from retreever.train.engine import as_rows, fit
+from retreever.train.engine import fit
+from retreever.train.protocols import as_rows
 
 MODEL = ReTreeverConfig(
     dim_y=VOCABULARY, inputs="sequence", head="categorical", encoder="identity", order="given", dropout=0.1

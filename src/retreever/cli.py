@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
-from tyro.conf import OmitArgPrefixes, Positional
+from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
 from retreever.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
 from retreever.errors import RetreeverError
-from retreever.train.options import Evaluate, TrainCopy
+from retreever.recipes.options import Evaluate, TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
 
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 
@@ -69,12 +69,21 @@ class Doctor:
         return run_doctor()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Train(TrainCopy):
+@dataclass(frozen=True)
+class Train:
     """Train models; every run has a folder with settings, metrics, checkpoints and result, and can be resumed."""
 
-    task: Positional[Literal["copy"]]
-    """What to train on."""
+    what: (
+        Annotated[TrainCopy, named("copy", prefix_name=False)]
+        | Annotated[TrainGP, named("gp", prefix_name=False)]
+        | Annotated[TrainEmnist, named("emnist", prefix_name=False)]
+        | Annotated[TrainCelebA, named("celeba", prefix_name=False)]
+        | Annotated[TrainActivity, named("activity", prefix_name=False)]
+    )
+
+    def run(self) -> None:
+        """Do it."""
+        self.what.run()
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from retreever.models.retreever import ReTreever
 from retreever.report.explain import explain
 from retreever.report.figures import draw_curves, draw_retrieval
 from retreever.report.tables import Table
+from retreever.recipes.build import AnyModel, copy_model
+from retreever.recipes.copy import CopySettings
 from retreever.tasks.copy import CopyTask
-from retreever.train.command import CopyModels, copy_model
 from retreever.train.config import TrainConfig
-from retreever.train.engine import Record, as_rows, evaluate, fit
-from retreever.train.log import ProgressLine
-from retreever.train.options import CopySettings
+from retreever.train.engine import fit
+from retreever.train.score import evaluate
+from retreever.train.log import Board
+from retreever.train.protocols import Record, as_rows
 
 NAMES = ("Cross Attention", "Tree Cross Attention", "Perceiver IO")
 TRAIN = TrainConfig(steps=1_500, batch=64, warmup=100, evaluate_every=50, stop_at=99.9)
@@ -40,7 +42,7 @@ class Outcome:
     history: list[Record]
 
 
-def copy_models(task: CopyTask) -> tuple[CopyModels, ...]:
+def copy_models(task: CopyTask) -> tuple[AnyModel, ...]:
     """The three models of `retreever train copy`; Perceiver IO has as many latents as TCA reads tokens."""
     return tuple(copy_model(CopySettings(n=task.n, model=model)) for model in ("ca", "tca", "perceiver-io"))
 
@@ -56,8 +58,8 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
     outcomes: list[Outcome] = []
     train = replace(TRAIN, seed=seed)
     for name, model in zip(NAMES, models, strict=True):
-        with ProgressLine(name) as line:
-            history = fit(model, task, train, watch=line)
+        with Board([name]) as board:
+            history = fit(model, task, train, watch=board.watcher())
         outcomes.append(measure(name, model, task, history))
         if isinstance(model, ReTreever):  # Perceiver IO trains as long as the tree did
             train, tree = replace(train, steps=history[-1].step), model
@@ -66,14 +68,14 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
     return table, outcomes
 
 
-def measure(name: str, model: CopyModels, task: CopyTask, history: list[Record]) -> Outcome:
+def measure(name: str, model: AnyModel, task: CopyTask, history: list[Record]) -> Outcome:
     """Accuracy on the test sequences and time per query on a context prepared once."""
     accuracy = evaluate(model, task, task.test())
     return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
 
 
 @torch.inference_mode()
-def query_microseconds(model: CopyModels, task: CopyTask, repeats: int = 50) -> float:
+def query_microseconds(model: AnyModel, task: CopyTask, repeats: int = 50) -> float:
     """Median time of answering all queries of one prepared context, per query."""
     model.eval()
     batch = task.sample(1, task.training(0))

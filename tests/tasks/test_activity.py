@@ -17,7 +17,8 @@ from retreever.batch import Batch
 from retreever.tasks.activity import ActivityTask, Split, recording_indices, shuffled_indices, windows_of
 from retreever.tasks.activity_file import CLASSES, FILE, LABELS, TAGS, Recording, read_rows, recordings_of
 from retreever.train.config import TrainConfig
-from retreever.train.engine import evaluate, fit
+from retreever.train.engine import fit
+from retreever.train.score import evaluate
 
 WINDOW, STRIDE = 50, 25
 START = 633_790_226_051_280_329

@@ -17,7 +17,9 @@ from retreever.batch import Batch
 from retreever.errors import DataError, InputError
 from retreever.tasks.images import EmnistTask, complete, load_emnist
 from retreever.train.config import TrainConfig
-from retreever.train.engine import Task, evaluate, fit
+from retreever.train.engine import fit
+from retreever.train.score import evaluate
+from retreever.train.protocols import Task
 
 REAL = Path(__file__).parents[3] / "shared/data/emnist"
 SIDE = 28

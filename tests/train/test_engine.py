@@ -13,8 +13,11 @@ import torch
 from retreever import InputError, ReTreever, RetreeverError, TransformerCA
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
-from retreever.train.engine import Progress, evaluate, fit, learning_rate, make_optimiser
-from retreever.train.log import ProgressLine
+from retreever.train.engine import fit
+from retreever.train.score import evaluate
+from retreever.train.log import Board
+from retreever.train.optimise import learning_rate, make_optimiser
+from retreever.train.protocols import Progress
 
 TINY = {
     "dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical", "encoder": "identity",
@@ -97,9 +100,9 @@ def test_impossible_settings_are_refused_by_name(wrong: dict[str, object]) -> No
 
 def test_progress_is_plain_lines_when_not_on_a_terminal() -> None:
     stream = io.StringIO()
-    with ProgressLine("tree", every=2, stream=stream) as line:
+    with Board(["tree"], seconds=3600, stream=stream) as board:
         for step in range(1, 5):
-            line(Progress(step, 4, loss=0.5, metric=None if step < 3 else 90.0, seconds=step))
+            board.watcher()(Progress(step, 4, loss=0.5, metric=None if step < 3 else 90.0, seconds=step))
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 3 and all(text.startswith("tree: step") for text in lines)
-    assert "accuracy -" in lines[0] and "accuracy 90.00" in lines[1] and lines[-1].endswith("done")
+    assert len(lines) == 2 and all(text.startswith("tree: step") for text in lines)
+    assert "accuracy -" in lines[0] and "step 4/4" in lines[1] and "accuracy 90.00" in lines[1]

@@ -17,13 +17,14 @@ import torch
 
 from retreever.cli import main
 from retreever.errors import CheckpointError, ConfigError
+from retreever.recipes.build import copy_model
+from retreever.recipes.copy import CopySettings
 from retreever.tasks.copy import CopyTask
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
-from retreever.train.command import copy_model
 from retreever.train.engine import Trainer
-from retreever.train.options import CopySettings
-from retreever.train.resume import Stopped, resume_from, save, train_in
+from retreever.train.resume import resume_from, save
 from retreever.train.run import RunFolder
+from retreever.train.together import Stopped, train_in
 
 SETTINGS = CopySettings(n=8, steps=24, batch=4, warmup=4, evaluate_every=5, save_every=3, dropout=0.1)
 ARGUMENTS = [

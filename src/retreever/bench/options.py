@@ -106,9 +106,29 @@ class TrainBench(BenchOptions):
     """Sequences per step; by default 64 on a CPU and 128 elsewhere."""
     compile: bool = False
     """On a GPU also time the graph of the compiled model."""
+    precision: Literal["fp32", "tf32"] = "tf32"
+    """Of matrix products on a GPU; tf32 is what training uses unless told otherwise."""
 
     def run(self) -> None:
         """Do it: print a table, write JSON, Markdown and a figure."""
         from retreever.bench.train import run_train
 
         run_train(self)
+
+
+@dataclass(frozen=True)
+class DataBench(BenchOptions):
+    """How fast every task makes batches, against the training step of the fastest model; at least 3x is wanted."""
+
+    seconds: float = 30.0
+    """Longest time for one task; slow methods get fewer samples, fast ones keep theirs."""
+    batch: int = 0
+    """Examples per batch; by default those of the task's recipe."""
+    data: Path | None = None
+    """Folder that holds the datasets; tasks whose files are absent are left out."""
+
+    def run(self) -> None:
+        """Do it: print a table, write JSON, Markdown and a figure."""
+        from retreever.bench.data import run_data
+
+        run_data(self)

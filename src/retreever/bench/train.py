@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from retreever.arguments import check_int
 from retreever.bench import figures
@@ -39,7 +40,7 @@ def run_train(options: TrainBench) -> None:
 
 def step_rows(run: Run, task: CopyTask, options: TrainBench) -> Rows:
     """All models and ways to run a step, in turn."""
-    config = TrainConfig(batch=options.batch)
+    config = TrainConfig(batch=options.batch, precision=options.precision)
     methods: dict[str, Sequence[Call]] = {}
     kinds = [
         "eager",
@@ -47,8 +48,8 @@ def step_rows(run: Run, task: CopyTask, options: TrainBench) -> Rows:
     ]
     for kind in kinds:
         for name, model in models(run).items():
-            step = _eager(run, model, task, config) if kind == "eager" else _graphed(model, task, config, kind)
-            methods[f"{name}, {kind}"] = [step]
+            how = replace(config, graph=kind != "eager", compile=kind.endswith("compiled"))
+            methods[f"{name}, {kind}"] = [Trainer(model, task, how, str(run.device)).launch]
     timings = time_together(methods, run.device, "eager", run.limits)
     progress(f"N={task.n:,}, batch {options.batch}", timings)
     rows = timed(timings, n=task.n, batch=options.batch)
@@ -65,20 +66,15 @@ def models(run: Run) -> dict[str, AnyModel]:
         TREE: ReTreever(ReTreeverConfig(**shared, order="given")),
         PLAIN: ReTreever(ReTreeverConfig(**shared, order="given", impl="reference")),
     }
+    plain_layers(built[PLAIN])
     return {name: model.to(run.device).train() for name, model in built.items()}
 
 
-def _eager(run: Run, model: AnyModel, task: CopyTask, config: TrainConfig) -> Call:
-    """The step of the training loop."""
-    trainer = Trainer(model, task, config, str(run.device))
-    return trainer.train_step
-
-
-def _graphed(model: AnyModel, task: CopyTask, config: TrainConfig, kind: str) -> Call:
-    """The same step as one launch."""
-    from retreever.train.graph import GraphedStep
-
-    return GraphedStep(model, task, config, compile=kind.endswith("compiled")).run
+def plain_layers(model: nn.Module) -> None:
+    """Torch's own dropout and gradients throughout."""
+    for module in model.modules():
+        if hasattr(module, "fused"):
+            module.fused = False
 
 
 def train_table(run: Run, rows: Rows) -> Table:

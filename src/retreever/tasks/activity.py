@@ -27,6 +27,7 @@ from retreever.batch import Batch
 from retreever.errors import DataError
 from retreever.files import os_errors
 from retreever.tasks.activity_file import Recording, find_file, read_rows, recordings_of
+from retreever.tasks.padding import Room, Sizes
 from retreever.tasks.seeds import stream
 
 Split = Literal["paper", "recording"]
@@ -85,6 +86,14 @@ class ActivityTask:
         chosen = torch.randint(len(part.xc), (size,), generator=generator, device=generator.device).to(device)
         time = part.xc[chosen]
         return Batch(xc=time, yc=part.yc[chosen], xt=time, yt=part.yt[chosen])
+
+    def draw_sizes(self, generator: torch.Generator) -> Sizes:
+        """All windows are of one length."""
+        return Sizes(WINDOW, WINDOW, Room(WINDOW, WINDOW))
+
+    def sample_padded(self, size: int, generator: torch.Generator, sizes: Tensor, room: Room) -> Batch:
+        """As `sample`, on the generator's device."""
+        return self.sample(size, generator, generator.device)
 
     def validation(self, size: int = 0, device: torch.device | str = "cpu") -> Iterator[Batch]:
         """The validation part, `size` windows at a time; 0 gives all at once, so that every time point counts alike."""

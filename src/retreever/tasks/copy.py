@@ -16,6 +16,7 @@ from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import check_int, reject
 from retreever.batch import Batch
+from retreever.tasks.padding import Room, Sizes
 from retreever.tasks.seeds import stream
 
 BOS, EOS, FIRST_DIGIT, VOCABULARY = 0, 1, 2, 12
@@ -51,6 +52,14 @@ class CopyTask:
             xt=positions,
             yt=torch.cat([digits.flip(1), eos], dim=1),
         )
+
+    def draw_sizes(self, generator: torch.Generator) -> Sizes:
+        """All sequences are of one length."""
+        return Sizes(self.context, self.context, Room(self.context, self.context))
+
+    def sample_padded(self, size: int, generator: torch.Generator, sizes: Tensor, room: Room) -> Batch:
+        """As `sample`, on the generator's device."""
+        return self.sample(size, generator, generator.device)
 
     def training(self, seed: int) -> torch.Generator:
         """The stream training sequences of `seed` come from."""

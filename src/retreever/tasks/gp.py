@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.distributions import Distribution, Independent, Normal
 
 from retreever.arguments import check_choice, check_int
 from retreever.batch import Batch
+from retreever.tasks.gp_sets import fixed_set
+from retreever.tasks.padding import Room, Sizes, divide, draw_sizes, rooms_for
 from retreever.tasks.seeds import integer, stream
 
 Kernel = Literal["rbf", "matern", "periodic"]
@@ -26,6 +28,7 @@ KERNELS: tuple[Kernel, ...] = ("rbf", "matern", "periodic")
 Ranges = Literal["code", "paper"]
 NOISE = 0.02
 MOST_POINTS = 50
+ROOMS = rooms_for(MOST_POINTS, (16, 32, MOST_POINTS - 4))
 
 
 class Hyperparameters(NamedTuple):
@@ -66,17 +69,37 @@ class GPTask:
         check_int("size", size, 1)
         n = integer(3, MOST_POINTS - 3, generator)
         m = integer(3, MOST_POINTS - n, generator)
-        at: dict[str, Any] = {"generator": generator, "device": generator.device, "dtype": torch.float64}
-        u = torch.rand(3, size, 1, 1, **at)
-        low, width = (0.1, 0.5) if self.ranges == "code" else (0.6, 0.4)
-        hyper = Hyperparameters(low + width * u[0], 0.1 + 0.9 * u[1], 0.1 + 0.4 * u[2])
-        x = 4 * torch.rand(size, n + m, 1, **at) - 2
+        hyper = self._hyperparameters(size, generator)
+        x = 4 * torch.rand(size, n + m, 1, **_where(generator)) - 2
         x = torch.cat([x[:, :n].sort(dim=1).values, x[:, n:].sort(dim=1).values], dim=1)
-        root = torch.linalg.cholesky(with_noise(self.covariance(x, x, hyper)))
-        y = root @ torch.randn(size, n + m, 1, **at)
+        y = self._values(x, hyper, generator)
         x, y = x.to(device, torch.float32), y.to(device, torch.float32)
         moved = Hyperparameters(*(value.to(device) for value in hyper))
         return Batch(xc=x[:, :n], yc=y[:, :n], xt=x[:, n:], yt=y[:, n:]), moved
+
+    def draw_sizes(self, generator: torch.Generator) -> Sizes:
+        """Numbers of points for a batch, and the room they need."""
+        return draw_sizes(MOST_POINTS, ROOMS, generator)
+
+    def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
+        """As `sample`, on the generator's device, padded to `room` and masked."""
+        hyper = self._hyperparameters(size, generator)
+        x = 4 * torch.rand(size, min(MOST_POINTS - 1, sum(room)), 1, **_where(generator)) - 2
+        slot = torch.arange(x.shape[1], device=x.device)
+        part = 8 * ((slot >= sizes[0]).double() + (slot >= sizes.sum()))[:, None]  # context, target, neither
+        x = (x + part).sort(dim=1).values - part
+        y = self._values(x, hyper, generator)
+        return divide(x.float(), y.float(), sizes, room)
+
+    def _hyperparameters(self, size: int, generator: torch.Generator) -> Hyperparameters:
+        u = torch.rand(3, size, 1, 1, **_where(generator))
+        low, width = (0.1, 0.5) if self.ranges == "code" else (0.6, 0.4)
+        return Hyperparameters(low + width * u[0], 0.1 + 0.9 * u[1], 0.1 + 0.4 * u[2])
+
+    def _values(self, x: Tensor, hyper: Hyperparameters, generator: torch.Generator) -> Tensor:
+        """Noisy function values at `x`."""
+        root, _ = torch.linalg.cholesky_ex(with_noise(self.covariance(x, x, hyper)))  # checking would wait for a GPU
+        return root @ torch.randn(x.shape, **_where(generator))
 
     def covariance(
         self, x: Float[Tensor, "b n 1"], z: Float[Tensor, "b m 1"], hyper: Hyperparameters
@@ -113,8 +136,12 @@ class GPTask:
 
     def oracle_score(self) -> float:
         """Log-likelihood of the exact posterior over the test set, in the paper's measure."""
-        scores = [self.metric(self.posterior(b, h), b).mean() for b, h in self._fixed("test", self.test_batches)]
-        return float(torch.stack(scores).mean())
+        return float(self.oracle_scores().mean())
+
+    def oracle_scores(self) -> Float[Tensor, " batches"]:
+        """The exact posterior's log-likelihood on every batch of the test set."""
+        fixed = self._fixed("test", self.test_batches)
+        return torch.stack([self.metric(self.posterior(b, h), b).mean() for b, h in fixed])
 
     @staticmethod
     def metric(dist: Distribution, batch: Batch) -> Tensor:
@@ -126,9 +153,12 @@ class GPTask:
         return f"gp-{self.kernel}-{self.ranges}"
 
     def _fixed(self, purpose: Literal["validation", "test"], batches: int) -> Iterator[tuple[Batch, Hyperparameters]]:
-        generator = stream(self._name, purpose, 0)
-        for _ in range(batches):
-            yield self.draw(16, generator)
+        drawn = fixed_set(replace(self, test_batches=1), self._name, purpose, batches)
+        return ((batch, Hyperparameters(*hyper)) for batch, hyper in drawn)
+
+
+def _where(generator: torch.Generator) -> dict[str, Any]:
+    return {"generator": generator, "device": generator.device, "dtype": torch.float64}
 
 
 def with_noise(covariance: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:

@@ -22,9 +22,11 @@ from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
 from retreever.errors import DataError
 from retreever.tasks.idx import find_idx, read_labelled
+from retreever.tasks.padding import Room, Sizes, divide, draw_sizes, rooms_for
 from retreever.tasks.seeds import integer, stream
 
 MOST_PIXELS = 200
+ROOMS = rooms_for(MOST_PIXELS, (64, 128, MOST_PIXELS - 4), parts=2)
 FIXED_BATCH = 16
 DIGITS, CLASSES = 10, 47
 
@@ -58,6 +60,18 @@ class ImageTask(ABC):
         images = self._trained_on(torch.device(device))
         rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
         return complete(images[rows.to(device)], generator)
+
+    def draw_sizes(self, generator: torch.Generator) -> Sizes:
+        """Numbers of pixels for a batch, and the room they need."""
+        return draw_sizes(MOST_PIXELS, ROOMS, generator)
+
+    def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
+        """As `sample`, on the generator's device, padded to `room` and masked."""
+        images = self._trained_on(generator.device)
+        rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
+        noise = torch.rand(size, images.shape[1] * images.shape[2], generator=generator, device=generator.device)
+        pixels = noise.argsort(dim=1, stable=True)[:, : min(MOST_PIXELS - 1, sum(room))]
+        return divide(places(pixels, *images.shape[1:3]), values(images[rows], pixels), sizes, room)
 
     def training(self, seed: int) -> torch.Generator:
         """The stream training batches of `seed` come from."""

@@ -45,11 +45,11 @@ class Ranks:
         share = size // self.world
         return slice(self.rank * share, (self.rank + 1) * share)
 
-    def mean(self, value: Tensor) -> float:
+    def mean(self, value: float, device: torch.device) -> float:
         """The mean of a scalar over all processes."""
         if self.world == 1:
-            return float(value)
-        total = value.detach().to(torch.float64, copy=True)
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=device)
         dist.all_reduce(total)
         return float(total) / self.world
 

@@ -4,127 +4,67 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from retreever.batch import Batch
 from retreever.errors import RetreeverError
 from retreever.objective import Loss
+from retreever.tasks.padding import Room
 from retreever.train.config import TrainConfig
 from retreever.train.distributed import Ranks, synchronised
+from retreever.train.score import evaluate
+from retreever.train.graph import capture
+from retreever.train.optimise import autocast, learning_rate, make_optimiser, numerics, set_rate
+from retreever.train.protocols import Model, Padded, Progress, Record, Searches, Task, Watcher
 
 ALONE = Ranks()
 PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data
-
-
-@runtime_checkable
-class Model(Protocol):
-    """What training needs of a model: an `nn.Module` with `predict` and `loss`."""
-
-    training: bool
-
-    def predict(self, xc: Tensor, yc: Tensor, xt: Tensor, mask: Tensor | None = None) -> Distribution:
-        """Predictions at `xt`."""
-        ...
-
-    def loss(self, batch: Batch) -> Loss:
-        """Training loss."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """As of `nn.Module`."""
-        ...
-
-    def to(self, device: str) -> Any:
-        """As of `nn.Module`."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """As of `nn.Module`."""
-        ...
-
-
-@runtime_checkable
-class Searches(Protocol):
-    """A model that samples paths; the noise is drawn for it, so that a run can be repeated and shared out."""
-
-    def noise_for(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Noise for the whole batch."""
-        ...
-
-
-@runtime_checkable
-class Task(Protocol):
-    """What training needs of a task: fresh batches, fixed validation batches, a metric per query."""
-
-    def training(self, seed: int) -> torch.Generator:
-        """The stream training data comes from."""
-        ...
-
-    def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
-        """A fresh batch."""
-        ...
-
-    def validation(self) -> Iterator[Batch]:
-        """Fixed batches to steer by."""
-        ...
-
-    def metric(self, dist: Distribution, batch: Batch) -> Tensor:
-        """One value per query (b, m); higher is better."""
-        ...
-
-
-@dataclass(frozen=True)
-class Record:
-    """One look at the validation set."""
-
-    step: int
-    metric: float
-    loss: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a step."""
-
-    step: int
-    steps: int
-    loss: float
-    metric: float | None
-    seconds: float
-
-
-Watcher = Callable[[Progress], None]
+AHEAD = 50  # steps a GPU may run ahead of the checks of its losses
 
 
 class Trainer:
     """One run: a model, its optimiser, its random streams and how far it has come.
 
-    The same model, task and config give the same bits on the same machine: sampled paths and dropout come from torch's
-    generator, seeded here, and data from the task's own stream.
+    The same model, task and config give the same bits on the same machine, whatever else runs in the process: data,
+    sampled paths and dropout each have a stream of the run's own.
+
+    On a GPU the whole step is one CUDA graph where the task gives batches of a few shapes (`Padded`); steps are then
+    queued without waiting for their losses, which `settle` reads.
     """
 
     def __init__(
         self, model: Model, task: Task, config: TrainConfig, device: str = "cpu", ranks: Ranks = ALONE
     ) -> None:
         ranks.check(config.batch)
-        torch.manual_seed(config.seed + ranks.rank)  # dropout; everything else has a stream of its own
-        self.model, self.task, self.config, self.device = model, task, config, torch.device(device)
-        self.ranks, self.stream = ranks, task.training(config.seed)
-        self.paths = torch.Generator(device).manual_seed(self.stream.initial_seed() ^ PATHS)
+        self.model, self.task, self.config, self.ranks = model, task, config, ranks
+        self.device = torch.device(device)
         model.to(device)
         model.train()
+        cuda = self.device.type == "cuda"
+        self.graphed = cuda and config.graph and ranks.world == 1 and isinstance(task, Padded)
+        data = task.training(config.seed)
+        seed = data.initial_seed()
+        self.stream = torch.Generator(device).manual_seed(seed) if self.graphed else data
+        self.sizing = data if self.graphed else torch.Generator()  # the host's part of the data: how many points
+        self.sizes, self.room = torch.zeros(2, dtype=torch.int64, device=self.device), Room(0, 0)
+        self.paths = torch.Generator(device).manual_seed(seed ^ PATHS)
+        self.dropout = torch.Generator(device).manual_seed(config.seed + ranks.rank).get_state()
+        self.queue: Any = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         assert isinstance(model, nn.Module)
-        self.loss_of = synchronised(model, ranks)
-        self.optimiser = make_optimiser(model, config)
-        self.step, self.seconds = 0, 0.0
+        loss_of = synchronised(model, ranks)
+        self.loss_of: Any = torch.compile(loss_of, fullgraph=True) if config.compile else loss_of
+        self.optimiser = make_optimiser(model, config, self.graphed)
+        self.terms = torch.zeros(AHEAD, len(Loss._fields), device=self.device)  # of the newest steps, the last one last
+        self.step, self.seconds, self._settled = 0, 0.0, 0
         self.history: list[Record] = []
+        self._since: float | None = None
+        self._graphs: dict[Room, torch.cuda.CUDAGraph] = {}
+        self._validation: list[Batch] = []
 
     @property
     def done(self) -> bool:
@@ -133,38 +73,108 @@ class Trainer:
         reached = stop_at is not None and bool(self.history) and self.history[-1].metric >= stop_at
         return reached or self.step >= self.config.steps
 
-    def advance(self) -> Progress:
-        """One step, and a look at the validation set when it is time."""
-        started, config = time.perf_counter(), self.config
-        loss = self.train_step()
-        _check_loss(loss, self.step)
-        due = self.step % config.evaluate_every == 0 or self.step == config.steps
-        value = self._validate() if due else None
-        self.seconds += time.perf_counter() - started
-        if value is not None:
-            self.history.append(Record(self.step, value, self.ranks.mean(loss.task), self.seconds))
-        metric = self.history[-1].metric if self.history else None
-        return Progress(self.step, config.steps, float(loss.task), metric, self.seconds)
+    @property
+    def due(self) -> bool:
+        """Whether it is time to `settle`: losses to read, a look at validation, a checkpoint, the end."""
+        c, step = self.config, self.step
+        ahead = AHEAD if self.graphed else 1
+        return step - self._settled >= ahead or 0 in (step % c.evaluate_every, step % c.save_every, c.steps - step)
 
-    def train_step(self) -> Loss:
-        """Sample, forward, backward, clip, update."""
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.config.lr * learning_rate(self.config, self.step)
-        batch = self.task.sample(self.config.batch, self.stream, self.device)
-        noise = self.model.noise_for(batch, self.paths) if isinstance(self.model, Searches) else None
-        mine = self.ranks.rows(self.config.batch)
-        loss: Loss = self.loss_of(batch.rows(mine), None if noise is None else noise[mine])
-        self.optimiser.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss.total)
-        if self.config.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimiser.step()
+    @property
+    def pending(self) -> bool:
+        """Whether steps were launched that `settle` has not looked at."""
+        return self.step > self._settled
+
+    def restart(self, step: int, seconds: float, history: list[Record]) -> None:
+        """Count from `step`, as after that many steps of an earlier process."""
+        self.step, self._settled, self.seconds, self.history = step, step, seconds, history
+
+    def advance(self) -> Progress:
+        """Steps until it is time to look at them; on a CPU one."""
+        self.launch()
+        while not self.due:
+            self.launch()
+        return self.settle()
+
+    def launch(self) -> None:
+        """One step; with a CUDA graph it is queued and nobody waits for it."""
+        if self._since is None:
+            self._since = time.perf_counter()
+        with self.working():
+            set_rate(self.optimiser, self.config.lr * learning_rate(self.config, self.step))
+            if self.graphed:
+                self._replay()
+            else:
+                self.train()
         self.step += 1
-        return loss
+
+    def settle(self) -> Progress:
+        """Wait for the steps so far, check their losses, and look at validation when it is time."""
+        with self.working():
+            rows = self.terms[self._settled - self.step :].tolist()
+        for back, row in enumerate(reversed(rows)):
+            _check_loss(Loss(*row), self.step - back)
+        self._settled = self.step
+        due = self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
+        value = self._validate() if due else None
+        now = time.perf_counter()
+        self.seconds, self._since = self.seconds + now - (self._since or now), now
+        terms = dict(zip(Loss._fields, rows[-1], strict=True))
+        if value is not None:
+            means = {name: self.ranks.mean(term, self.device) for name, term in terms.items()}
+            self.history.append(Record(self.step, value, means["task"], self.seconds, means))
+        metric = self.history[-1].metric if self.history else None
+        return Progress(self.step, self.config.steps, terms["task"], metric, self.seconds, terms)
+
+    def train(self) -> None:
+        """Sample, forward, backward, clip, update."""
+        config, mine = self.config, self.ranks.rows(self.config.batch)
+        batch = self._batch()
+        noise = self.model.noise_for(batch, self.paths) if isinstance(self.model, Searches) else None
+        with numerics(config):
+            with autocast(config, self.device):
+                loss: Loss = self.loss_of(batch.rows(mine), None if noise is None else noise[mine])
+            self.optimiser.zero_grad(set_to_none=True)
+            torch.autograd.backward(loss.total)
+            if config.clip:
+                nn.utils.clip_grad_norm_(self.model.parameters(), config.clip, foreach=True)
+            self.optimiser.step()
+        newest = torch.stack([term.detach().to(self.terms) for term in loss])
+        self.terms.copy_(torch.cat([self.terms[1:], newest[None]]))
+
+    def _replay(self) -> None:
+        """The graph of the shape the next batch needs, captured when first needed."""
+        assert isinstance(self.task, Padded)
+        n, m, self.room = self.task.draw_sizes(self.sizing)
+        self.sizes[0].fill_(n)
+        self.sizes[1].fill_(m)
+        if self.room not in self._graphs:
+            self._graphs[self.room] = capture(self, next(iter(self._graphs.values()), None))
+        self._graphs[self.room].replay()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """On the run's own queue, with torch's own generator, which dropout draws from, in the run's own state."""
+        before = _default_state(self.device)
+        _set_default_state(self.device, self.dropout)
+        try:
+            with torch.cuda.stream(self.queue) if self.queue is not None else nullcontext():
+                yield
+        finally:
+            self.dropout = _default_state(self.device)
+            _set_default_state(self.device, before)
+
+    def _batch(self) -> Batch:
+        if self.graphed and isinstance(self.task, Padded):
+            return self.task.sample_padded(self.config.batch, self.stream, self.sizes, self.room)
+        return self.task.sample(self.config.batch, self.stream, self.device)
 
     def _validate(self) -> float:
-        first = self.ranks.first
-        value = evaluate(self.model, self.task, self.task.validation(), self.device) if first else None
+        if not self.ranks.first:
+            return self.ranks.from_first(None, self.device)
+        self._validation = self._validation or list(self.task.validation())
+        with self.working():
+            value = evaluate(self.model, self.task, self._validation, self.device)
         return self.ranks.from_first(value, self.device)
 
 
@@ -180,51 +190,21 @@ def fit(
     return trainer.history
 
 
-def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
-    """Mean over `batches` of the task's metric over their real targets; greedy, without gradients or dropout.
-
-    Batches weigh the same whatever their size: this is how the paper and those before it measure.
-    """
-    was_training = model.training
-    model.train(False)
-    means = []
-    with torch.inference_mode():
-        for cpu_batch in batches:
-            batch = cpu_batch.to(device)
-            dist = model.predict(batch.xc, batch.yc, batch.xt, batch.context_mask)
-            values = task.metric(dist, batch)
-            real = values if batch.target_mask is None else values[batch.target_mask]
-            means.append(float(real.double().mean()))
-    model.train(was_training)
-    return sum(means) / len(means)
+def _default_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def make_optimiser(model: Model, config: TrainConfig) -> torch.optim.AdamW:
-    """Adam with decoupled weight decay; `Trainer` sets the learning rate before every step."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Fraction of the peak rate at `step` (0-based): linear warm-up, then cosine to 0 or constant."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    if config.schedule == "constant":
-        return 1.0
-    done = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def as_rows(history: list[Record], metric: str = "metric") -> list[dict[str, float]]:
-    """Plain dictionaries, for JSON and figures; the metric goes by the name `metric`."""
-    return [{"step": r.step, metric: r.metric, "loss": r.loss, "seconds": r.seconds} for r in history]
+def _set_default_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
 
 
 def _check_loss(loss: Loss, step: int) -> None:
     """Stop by name when a term is no longer a number."""
-    if math.isfinite(float(loss.total.detach())):
+    if math.isfinite(loss.total):
         return
     for name, value in loss._asdict().items():
-        if not math.isfinite(float(value.detach())):
-            raise RetreeverError(f"training stopped at step {step}: the loss term '{name}' is {float(value.detach())}")
+        if not math.isfinite(value):
+            raise RetreeverError(f"training stopped at step {step}: the loss term '{name}' is {value}")

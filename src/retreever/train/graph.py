@@ -6,85 +6,57 @@ fixed buffers: random numbers come from generators registered with the graph, th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from retreever.arguments import reject
-from retreever.objective import Loss
-from retreever.train.config import TrainConfig
-from retreever.train.engine import Model, Task, learning_rate
+if TYPE_CHECKING:
+    from retreever.train.engine import Trainer
+
+WARM_UP = 3
 
 
-class GraphedStep:
-    """`run()` does one training step of `model` on `task`; `loss` then holds what it was, on the device.
+def capture(trainer: Trainer, other: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
+    """Record `trainer.train()` on the current stream; weights, optimiser and random streams stay as they were.
 
-    Args:
-        model: already on a CUDA device.
-        task: samples batches of one size on the device.
-        config: of the training run.
-        compile: let torch.compile fuse the model before the graph is captured.
+    The steps that warm up allocate optimiser state, compile kernels and copy data to the device. Graphs of one trainer
+    never run at once, so they share the memory of `other`.
     """
+    streams = (trainer.stream, trainer.paths)
+    states = [*(stream.get_state() for stream in streams), torch.cuda.get_rng_state(trainer.device)]
+    kept = [(tensor, tensor.clone()) for tensor in _mutable(trainer)]
+    trainer.queue.wait_stream(torch.cuda.default_stream(trainer.device))
+    for _ in range(WARM_UP):
+        trainer.train()
+    trainer.optimiser.zero_grad(set_to_none=True)  # gradients shall live in the graph's own memory
+    graph = torch.cuda.CUDAGraph()
+    for stream in streams:
+        graph.register_generator_state(stream)
+    with torch.cuda.graph(graph, stream=trainer.queue, pool=None if other is None else other.pool()):
+        trainer.train()
+    _restore(trainer, kept)
+    for stream, state in zip(streams, states[:-1], strict=True):
+        stream.set_state(state)
+    torch.cuda.set_rng_state(states[-1], trainer.device)
+    return graph
 
-    def __init__(self, model: Model, task: Task, config: TrainConfig, compile: bool = False) -> None:
-        self.device = next(model.parameters()).device
-        if self.device.type != "cuda":
-            reject("model", "parameters on a CUDA device", self.device)
-        self.model, self.task, self.config, self.step = model, task, config, 0
-        self.generator = torch.Generator(self.device).manual_seed(task.training(config.seed).initial_seed())
-        self.rate = torch.zeros((), device=self.device)
-        self.optimiser = torch.optim.AdamW(
-            model.parameters(),
-            lr=self.rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-            capturable=True,
-        )
-        self._loss_of = torch.compile(model.loss, fullgraph=True) if compile else model.loss
-        self.graph, self.loss = self._capture()
 
-    def run(self) -> None:
-        """One step: set the learning rate, replay."""
-        self.rate.fill_(self.config.lr * learning_rate(self.config, self.step))
-        self.graph.replay()
-        self.step += 1
+def _mutable(trainer: Trainer) -> list[Tensor]:
+    """All a step writes to: weights, their optimiser state, the record of losses, the learning rate."""
+    weights = [parameter.detach() for parameter in trainer.model.parameters()]
+    return [*weights, *_moments(trainer), trainer.terms]
 
-    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Loss]:
-        """Warm up on a side stream, put everything back as it was, then record."""
-        self.model.train()
-        weights = [p.detach().clone() for p in self.model.parameters()]
-        states = self.generator.get_state(), torch.cuda.get_rng_state(self.device)
-        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(3):  # allocates gradients and optimiser state; the learning rate is 0, so nothing moves
-                self._train()
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph):
-            loss = self._train()
-        self._restore(weights, states)
-        return graph, loss
 
-    def _restore(self, weights: list[Tensor], states: tuple[Tensor, Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, weight in zip(self.model.parameters(), weights, strict=True):
-                parameter.copy_(weight)
-            for state in self.optimiser.state.values():
-                for value in state.values():
-                    value.zero_()
-        self.generator.set_state(states[0])
-        torch.cuda.set_rng_state(states[1], self.device)
+def _moments(trainer: Trainer) -> list[Tensor]:
+    return [value for state in trainer.optimiser.state.values() for value in state.values()]
 
-    def _train(self) -> Loss:
-        batch = self.task.sample(self.config.batch, self.generator, self.device)
-        loss: Loss = self._loss_of(batch)
-        self.optimiser.zero_grad(set_to_none=False)
-        torch.autograd.backward(loss.total)
-        if self.config.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip, foreach=True)
-        self.optimiser.step()
-        return Loss(*(part.detach() for part in loss))
+
+def _restore(trainer: Trainer, kept: list[tuple[Tensor, Tensor]]) -> None:
+    """In place, since the graph knows addresses; state that did not exist before is zero, as at a first step."""
+    old = {id(tensor) for tensor, _ in kept}
+    for value in _moments(trainer):
+        if id(value) not in old:
+            value.zero_()
+    for tensor, value in kept:
+        tensor.copy_(value)

@@ -1,48 +1,92 @@
-"""What a run shows while it works: a live bar on a terminal, plain lines elsewhere."""
+"""What runs show while they work: live bars on a terminal, plain lines elsewhere, TensorBoard files if wanted."""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from retreever.train.engine import Progress
+from retreever.errors import BackendError
+from retreever.train.protocols import Progress, Watcher
 
 
-class ProgressLine:
-    """One live line per run: step, loss, metric, steps per second, time left. A context manager and a watcher.
+class Board:
+    """One live line per run: step, loss, metric, steps per second, time left. A context manager.
 
-    Not on a terminal it is a line every `every` steps; 0 keeps silent.
+    Not on a terminal a run has a plain line at most every `seconds`, and one at its end.
+
+    Args:
+        names: of the runs.
+        metric: what validation measures.
+        seconds: between plain lines of one run.
+        quiet: show nothing.
+        stream: standard error unless given.
     """
 
-    def __init__(self, name: str, metric: str = "accuracy", every: int = 250, stream: TextIO | None = None) -> None:
-        self.name, self.metric, self.every = name, metric, every
+    def __init__(
+        self,
+        names: Sequence[str],
+        metric: str = "accuracy",
+        seconds: float = 5.0,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        self.names, self.metric, self.seconds, self.quiet = list(names), metric, seconds, quiet
         self.stream = sys.stderr if stream is None else stream
-        self._last: Progress | None = None
-        self._bar: Any = None
+        self._shown = [float("-inf")] * len(self.names)
+        self._bars: Any = None
 
-    def __enter__(self) -> ProgressLine:
-        if self.every and self.stream.isatty():
-            self._bar = _bar(self.stream)
-            self._bar.start()
-            self._task = self._bar.add_task(self.name, total=None, note="")
+    def __enter__(self) -> Board:
+        if not self.quiet and self.stream.isatty():
+            self._bars = _bars(self.stream)
+            self._bars.start()
+            self._rows = [self._bars.add_task(name, total=None, note="") for name in self.names]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-        if self._last is not None and kind is None and self.every:
-            print(f"{self.name}: {_describe(self._last, self.metric)}, done", file=self.stream, flush=True)
+        if self._bars is not None:
+            self._bars.stop()
 
-    def __call__(self, progress: Progress) -> None:
-        self._last = progress
-        if self._bar is not None:
-            note = _brief(progress)
-            self._bar.update(self._task, total=progress.steps, completed=progress.step, note=note)
-        elif self.every and progress.step % self.every == 0:
-            print(f"{self.name}: {_describe(progress, self.metric)}", file=self.stream, flush=True)
+    def watcher(self, index: int = 0) -> Watcher:
+        """To be called with the progress of run `index`."""
+        return lambda progress: self._show(index, progress)
+
+    def _show(self, index: int, progress: Progress) -> None:
+        if self.quiet:
+            return
+        if self._bars is not None:
+            row, note = self._rows[index], _brief(progress)
+            self._bars.update(row, total=progress.steps, completed=progress.step, note=note)
+            return
+        now, over = time.monotonic(), progress.step >= progress.steps
+        if over or now - self._shown[index] >= self.seconds:
+            self._shown[index] = now
+            text = _describe(progress, self.metric)
+            print(f"{self.names[index]}: {text}", file=self.stream, flush=True)
+
+
+def open_tensorboard(folder: Path) -> Watcher:
+    """Writes loss terms and metric as TensorBoard scalars; needs the extra `log`."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        advice = 'pip install "retreever[log]"'
+        raise BackendError(f"tensorboard: expected the package tensorboard, got none ({advice})") from None
+    writer: Any = SummaryWriter(log_dir=str(folder))
+
+    def write(progress: Progress) -> None:
+        for name, value in progress.terms.items():
+            writer.add_scalar(f"loss/{name}", value, progress.step)
+        if progress.metric is not None:
+            writer.add_scalar("validation", progress.metric, progress.step)
+        writer.flush()
+
+    return write
 
 
 def _describe(p: Progress, metric: str) -> str:
@@ -59,7 +103,7 @@ def _brief(p: Progress) -> str:
     return f"{p.step}/{p.steps}  loss {p.loss:.2f}{metric}  {rate:.0f}/s  {(p.steps - p.step) / rate:.0f} s left"
 
 
-def _bar(stream: TextIO) -> Any:
+def _bars(stream: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -28,13 +28,9 @@ def optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dic
     return tensors
 
 
-def random_tensors(streams: dict[str, torch.Generator], device: torch.device) -> dict[str, Tensor]:
-    """States of the run's own streams and of torch's generators, which dropout and sampled paths use."""
-    tensors = {f"random.{name}": stream.get_state() for name, stream in streams.items()}
-    tensors["random.torch"] = torch.get_rng_state()
-    if device.type == "cuda":
-        tensors["random.cuda"] = torch.cuda.get_rng_state(device)
-    return tensors
+def random_tensors(streams: dict[str, torch.Generator], dropout: Tensor) -> dict[str, Tensor]:
+    """States of the run's own streams, and the one dropout goes on from."""
+    return {f"random.{name}": stream.get_state() for name, stream in streams.items()} | {"random.dropout": dropout}
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
@@ -55,10 +51,8 @@ def restore_optimiser(model: nn.Module, optimiser: torch.optim.Optimizer, tensor
         optimiser.state[parameter] = state
 
 
-def restore_random(streams: dict[str, torch.Generator], tensors: dict[str, Tensor], device: torch.device) -> None:
-    """All random streams back to where they were."""
+def restore_random(streams: dict[str, torch.Generator], tensors: dict[str, Tensor]) -> Tensor:
+    """All random streams back to where they were; returns the state dropout goes on from."""
     for name, stream in streams.items():
         stream.set_state(tensors[f"random.{name}"].cpu())
-    torch.set_rng_state(tensors["random.torch"].cpu())
-    if device.type == "cuda" and "random.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["random.cuda"].cpu(), device)
+    return tensors["random.dropout"].cpu()

@@ -28,7 +28,7 @@ class LeafLayout:
 
 def leaf_layout(plan: TreePlan, lengths: Int[Tensor, " b"]) -> LeafLayout:
     """Token of every leaf slot when row i has its real tokens at 0..lengths[i]-1."""
-    powers = torch.tensor([plan.branch**level for level in range(plan.depth + 1)], device=lengths.device)
+    powers = plan.branch ** torch.arange(plan.depth + 1, device=lengths.device)
     depth = (powers[1:] < lengths[:, None]).sum(dim=1)  # each row's own depth: branch^d <= n - 1
     blocks = powers[depth][:, None]
     slot = torch.arange(plan.leaves, device=lengths.device)

@@ -8,6 +8,7 @@ Python loop is over the levels of the tree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -82,10 +83,17 @@ def _flat_value(order: str, x: Coordinates, axis: int, seed: int) -> Float[Tenso
         if not 0 <= axis < x.shape[2]:
             reject("axis", f"an axis of x, 0 to {x.shape[2] - 1}", axis)
         return x[..., axis]
-    generator = torch.Generator().manual_seed(seed)
     if order == "random":
-        return torch.rand(x.shape[1], generator=generator).to(x.device).expand(x.shape[:2])
-    return x @ torch.randn(x.shape[2], generator=generator).to(x)
+        return _fixed_noise("uniform", x.shape[1], seed, x.device, torch.float32).expand(x.shape[:2])
+    return x @ _fixed_noise("normal", x.shape[2], seed, x.device, x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _fixed_noise(kind: str, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " size"]:
+    """The same on every device; kept there, since a CUDA graph cannot fetch it."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.rand(size, generator=generator) if kind == "uniform" else torch.randn(size, generator=generator)
+    return drawn.to(device, dtype)
 
 
 def _masked_last(permutation: Permutation, mask: Tensor | None) -> Permutation:

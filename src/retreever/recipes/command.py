@@ -1,0 +1,148 @@
+"""What `retreever train` and `retreever eval` do: settings in, run folders and printed results out."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retreever.checks import find_device
+from retreever.errors import CheckpointError, ConfigError
+from retreever.models.retreever import ReTreever
+from retreever.recipes.build import AnyModel, TestableTask
+from retreever.recipes.options import RECIPES, Evaluate, Launch
+from retreever.recipes.settings import Settings
+from retreever.tasks.gp import GPTask, Kernel
+from retreever.tasks.seeds import derive_seed
+from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
+from retreever.train.distributed import Ranks, ranks_of_job
+from retreever.train.engine import Trainer
+from retreever.train.score import evaluate
+from retreever.train.log import Board, open_tensorboard
+from retreever.train.run import RunFolder
+from retreever.train.state import restore_model
+from retreever.train.together import Run, train_together
+from retreever.version import __version__
+
+Tests = dict[str, TestableTask]
+
+
+def train(settings: Sequence[Settings], options: Launch) -> None:
+    """Train all, each in its own folder, side by side on a GPU; refuse before any work is done."""
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the device is first used
+    with ranks_of_job(str(find_device(options.device))) as (ranks, device):
+        folders = [RunFolder(options.out / one.name) for one in settings]
+        for one in settings:  # impossible settings are refused before any file is made
+            ranks.check(one.train_config().batch)
+            one.make_model()
+        task = settings[0].make_task(options.data)
+        next(iter(task.validation()))  # data that cannot be read neither
+        for one, folder in zip(settings, folders, strict=True):
+            if ranks.first:
+                folder.start(one.to_json(), options.resume, options.overwrite)
+        at_once = options.at_once if device.startswith("cuda") and ranks.world == 1 else 1
+        pairs = list(zip(settings, folders, strict=True))
+        for start in range(0, len(pairs), at_once):
+            _train_group(pairs[start : start + at_once], task, options, device, ranks)
+
+
+def _train_group(
+    pairs: Sequence[tuple[Settings, RunFolder]], task: TestableTask, options: Launch, device: str, ranks: Ranks
+) -> None:
+    """Runs side by side, from start, or from where they were, to their results."""
+    names = [folder.path.name for _, folder in pairs]
+    with Board(names, pairs[0][0].metric, quiet=not ranks.first) as board:
+        runs = []
+        for index, (one, folder) in enumerate(pairs):
+            torch.manual_seed(derive_seed(one.task, "init", one.seed))
+            trainer = Trainer(one.make_model(), task, one.train_config(), device, ranks)
+            watchers = [board.watcher(index)]
+            if options.tensorboard and ranks.first:
+                watchers.append(open_tensorboard(folder.path / "tensorboard"))
+            runs.append(Run(folder, trainer, watchers))
+        train_together(runs)
+    if ranks.first:
+        tests = pairs[0][0].make_tests(options.data)
+        for (one, folder), run in zip(pairs, runs, strict=True):
+            _finish(one, folder, run.trainer, tests)
+
+
+def _finish(settings: Settings, folder: RunFolder, trainer: Trainer, tests: Tests) -> None:
+    """Test scores of the weights that did best on validation, the result file, a line."""
+    model: Any = trainer.model
+    best = folder.checkpoints / "best"
+    restore_model(model, load_checkpoint(best)[0], best)
+    scores = test_scores(model, tests, str(trainer.device))
+    result = {
+        "test": next(iter(scores.values())),
+        "scores": scores,
+        "validation": max(record.metric for record in trainer.history),
+        "metric": settings.metric,
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds, 2),
+        "tokens": model.tokens(settings.context),
+        "context": settings.context,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "hardware": torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU",
+        "versions": {"retreever": __version__, "torch": torch.__version__},
+    }
+    folder.finish(result)
+    tokens = f"{result['tokens']} of {settings.context} tokens"
+    print(f"{folder.path}: test {settings.metric}: {_told(scores)}, with {tokens}")
+
+
+def test_scores(model: AnyModel, tests: Tests, device: str) -> dict[str, float]:
+    """The score on every test; for ReTreever also with the same weights read over all leaves ("full")."""
+    scores = {name: evaluate(model, task, task.test(), device) for name, task in tests.items()}
+    if isinstance(model, ReTreever) and model.attention.retrieval == "policy":
+        model.attention.retrieval = "full"
+        scores |= {f"{name}, full": evaluate(model, task, task.test(), device) for name, task in tests.items()}
+        model.attention.retrieval = "policy"
+    return scores
+
+
+def load_run(path: Path, checkpoint: str = "best") -> tuple[Settings, AnyModel, int]:
+    """Settings, trained model and steps of a run folder."""
+    folder = RunFolder(path)
+    saved = folder.config()
+    if saved.get("task") not in RECIPES:
+        raise ConfigError(f"{path}/config.json: expected a task of {', '.join(RECIPES)}, got {saved.get('task')!r}")
+    settings = RECIPES[saved["task"]].from_json(saved)
+    found = folder.checkpoints / "best" if checkpoint == "best" else latest_checkpoint(folder.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{folder.checkpoints}: expected a checkpoint, got none")
+    model = settings.make_model()
+    tensors, state = load_checkpoint(found)
+    module: nn.Module = model
+    restore_model(module, tensors, found)
+    return settings, model, int(state["step"])
+
+
+def evaluate_run(options: Evaluate) -> None:
+    """Test scores of a run's best or newest weights."""
+    settings, model, steps = load_run(options.what, options.checkpoint)
+    device = str(find_device(options.device))
+    module: nn.Module = model
+    module.to(device)
+    scores = test_scores(model, settings.make_tests(options.data), device)
+    print(f"{options.what}: test {settings.metric} after {steps} steps: {_told(scores, 4)}")
+
+
+def evaluate_oracle(kernel: Kernel) -> None:
+    """The exact posterior over the fixed test set of `kernel`."""
+    task = GPTask(kernel)
+    scores = task.oracle_scores()
+    error = float(scores.std()) / math.sqrt(len(scores))
+    print(f"exact posterior, {kernel}: test log-likelihood {float(scores.mean()):.4f} +- {error:.4f} (standard error)")
+
+
+def _told(scores: dict[str, float], digits: int = 2) -> str:
+    if list(scores) == ["test"]:
+        return f"{scores['test']:.{digits}f}"
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in scores.items())

@@ -1,0 +1,59 @@
+"""Scores of a model on fixed batches: greedy, without gradients or dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from retreever.batch import Batch, collate
+from retreever.train.protocols import Model, Task
+
+JOINED_POINTS = 2**18  # an accelerator takes small batches together, up to this many context and target points
+
+
+def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
+    """Mean over `batches` of the task's metric over their real targets.
+
+    Batches weigh the same whatever their size: this is how the paper and those before it measure.
+    """
+    was_training = model.training
+    model.train(False)
+    means: list[Tensor] = []
+    joined = 0 if torch.device(device).type == "cpu" else JOINED_POINTS
+    try:
+        with torch.inference_mode():
+            for group in _groups(batches, joined):
+                means += _means(model, task, group, device)
+    finally:
+        model.train(was_training)
+    return float(torch.stack(means).mean())
+
+
+def _means(model: Model, task: Task, group: list[Batch], device: torch.device | str) -> list[Tensor]:
+    """The metric's mean over the real targets of each batch; all go through the model as one."""
+    batch = (group[0] if len(group) == 1 else collate(group)).to(device)
+    dist = model.predict(batch.xc, batch.yc, batch.xt, batch.context_mask)
+    values = task.metric(dist, batch).double()
+    real = torch.ones_like(values, dtype=torch.bool) if batch.target_mask is None else batch.target_mask
+    rows = [one.xc.shape[0] for one in group]
+    pairs = zip(torch.split(values, rows), torch.split(real, rows), strict=True)
+    return [value.masked_fill(~mask, 0).sum() / mask.sum() for value, mask in pairs]
+
+
+def _groups(batches: Iterable[Batch], most: int) -> Iterator[list[Batch]]:
+    """Consecutive batches whose points together, padding included, are at most `most`; at least one a group."""
+    group: list[Batch] = []
+    for batch in batches:
+        if group and _points([*group, batch]) > most:
+            yield group
+            group = []
+        group.append(batch)
+    if group:
+        yield group
+
+
+def _points(group: list[Batch]) -> int:
+    longest = max(b.xc.shape[1] for b in group) + max(b.xt.shape[1] for b in group)
+    return longest * sum(b.xc.shape[0] for b in group)

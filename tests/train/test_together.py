@@ -1,0 +1,84 @@
+"""Runs side by side: the bits of each are those it has alone, and one that fails takes nobody with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retreever.errors import RetreeverError
+from retreever.recipes.copy import CopySettings
+from retreever.tasks.copy import CopyTask
+from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
+from retreever.train.engine import Trainer
+from retreever.train.run import RunFolder
+from retreever.train.together import Run, Stopped, train_in, train_together
+
+SETTINGS = CopySettings(n=8, steps=12, batch=4, warmup=4, evaluate_every=5, save_every=3, dropout=0.1)
+
+
+def a_run(folder: Path, seed: int, *watchers: Any, **changes: Any) -> Run:
+    settings = replace(SETTINGS, seed=seed, **changes)
+    torch.manual_seed(7)
+    trainer = Trainer(settings.make_model(), CopyTask(settings.n), settings.train_config())
+    return Run(RunFolder(folder / f"seed{seed}"), trainer, watchers)
+
+
+def newest(folder: RunFolder) -> dict[str, Any]:
+    found = latest_checkpoint(folder.checkpoints)
+    assert found is not None
+    return load_checkpoint(found)[0]
+
+
+def assert_same(one: RunFolder, other: RunFolder) -> None:
+    first, second = newest(one), newest(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_in_company_a_run_has_the_bits_it_has_alone(tmp_path: Path) -> None:
+    together = [a_run(tmp_path / "together", seed) for seed in (0, 1, 2)]
+    train_together(together)
+    for seed in (0, 1, 2):
+        alone = a_run(tmp_path / "alone", seed)
+        train_in(alone.folder, alone.trainer)
+        assert_same(together[seed].folder, alone.folder)
+    assert len({json.dumps([r.loss for r in run.trainer.history]) for run in together}) == 3
+
+
+def test_stopped_together_and_resumed_alone(tmp_path: Path) -> None:
+    def ask(progress: Any) -> None:
+        if progress.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    runs = [a_run(tmp_path / "broken", 0), a_run(tmp_path / "broken", 1, ask)]
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step 7; 2 runs can be resumed$"):
+        train_together(runs)
+    train_together([a_run(tmp_path / "whole", seed) for seed in (0, 1)])
+    for seed in (1, 0):
+        again = a_run(tmp_path / "broken", seed)
+        train_in(again.folder, again.trainer)
+        assert_same(again.folder, RunFolder(tmp_path / "whole" / f"seed{seed}"))
+
+
+def test_a_run_that_fails_ends_alone_with_its_last_good_checkpoint(tmp_path: Path) -> None:
+    runs = [a_run(tmp_path, seed) for seed in (0, 1)]
+
+    def poison(progress: Any) -> None:
+        if progress.step == 5:
+            with torch.no_grad():
+                next(iter(runs[0].trainer.model.parameters())).fill_(torch.nan)
+
+    runs[0].watchers = (poison,)
+    with pytest.raises(RetreeverError, match=r"seed0: .*(nan|NaN)"):
+        train_together(runs)
+    assert runs[1].trainer.step == 12 and runs[1].failed is None
+    found = latest_checkpoint(runs[0].folder.checkpoints)
+    assert found is not None and found.name.endswith("3")
+    assert all(value.isfinite().all() for value in newest(runs[0].folder).values() if value.is_floating_point())
