@@ -1,8 +1,24 @@
-"""Shared by all tests: without a GPU, Triton kernels run in its interpreter (decided before they are imported)."""
+"""Shared by all tests: without a GPU, Triton kernels run in its interpreter (decided before they are imported).
+
+What tests cache and where they look for data is not the user's.
+"""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Cache and data root of the tests; subprocesses inherit them."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RETREEVER_CACHE", str(folder / "cache"))
+        patch.setenv("RETREEVER_DATA", str(folder / "data"))
+        yield folder

@@ -11,9 +11,10 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
-from retreever.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
+from retreever.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
 from retreever.errors import RetreeverError
 from retreever.recipes.options import Evaluate, TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
+from retreever.tasks.data_options import Data
 
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 
@@ -51,6 +52,7 @@ class Bench:
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]
+        | Annotated[DataBench, named("data", prefix_name=False)]
     )
 
     def run(self) -> None:
@@ -103,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         Annotated[Demo, named("demo")]
         | Annotated[Train, named("train")]
         | Annotated[Evaluate, named("eval")]
+        | Annotated[Data, named("data")]
         | Annotated[Bench, named("bench")]
         | Annotated[Doctor, named("doctor")]
         | Annotated[Version, named("version")]

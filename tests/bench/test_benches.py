@@ -19,7 +19,12 @@ from retreever.bench.options import AttentionBench, BenchOptions, BuildBench, Me
 from retreever.bench.paper import PUBLISHED
 from retreever.bench.report import Run
 from retreever.bench.roof import memory_roof, roof_table, rows_read
+from retreever.bench.train import CROSS, PLAIN, models
+from retreever.bench.train import TREE as TREE_MODEL
 from retreever.errors import InputError
+from retreever.nn.blocks import FeedForward
+from retreever.nn.dropout import Dropout
+from retreever.tree.aggregate import TransformerAggregator
 from retreever.tree.plan import TreePlan
 
 TINY: dict[str, Any] = {"device": "cpu", "samples": 3, "seconds": 0.01}
@@ -156,6 +161,14 @@ def test_the_peak_of_a_call_is_what_it_holds_at_once() -> None:
 
     assert peak_bytes(call, torch.device("cpu")) == 3 * megabyte
     assert peak_bytes(lambda: None, torch.device("cpu")) == 0
+
+
+def test_the_plain_rival_has_the_layers_of_torch_alone(tmp_path: Path) -> None:
+    built = models(Run.start("train", TrainBench(out=tmp_path, **TINY)))
+    switched = (Dropout, FeedForward, TransformerAggregator)
+    fused = {name: {m.fused for m in model.modules() if isinstance(m, switched)} for name, model in built.items()}
+    assert fused == {CROSS: {True}, TREE_MODEL: {True}, PLAIN: {False}}
+    assert built[PLAIN].config.impl == "reference"
 
 
 def test_growth_is_taken_between_the_sizes_named() -> None:

@@ -14,7 +14,7 @@ from retreever.recipes.activity import ActivitySettings
 from retreever.recipes.copy import CopySettings
 from retreever.recipes.gp import GPSettings
 from retreever.recipes.images import CelebASettings, EmnistSettings
-from retreever.recipes.options import RECIPES, TrainGP
+from retreever.recipes.options import RECIPES, TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
 from retreever.recipes.settings import Settings
 
 ALL = (CopySettings(), GPSettings(), EmnistSettings(), CelebASettings(), ActivitySettings())
@@ -77,6 +77,11 @@ def test_tokens_are_those_of_the_paper() -> None:
     perceiver = GPSettings(model="perceiver-io").make_model()
     assert perceiver.tokens(47) == 7
     assert GPSettings(model="perceiver-io", latents=32).make_model().tokens(47) == 32
+
+
+def test_the_command_line_has_the_recipes_defaults() -> None:
+    for launch, settings in zip((TrainCopy, TrainGP, TrainEmnist, TrainCelebA, TrainActivity), ALL, strict=True):
+        assert launch().settings() == [settings]
 
 
 def test_one_settings_object_per_seed() -> None:

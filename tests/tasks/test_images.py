@@ -18,8 +18,8 @@ from retreever.errors import DataError, InputError
 from retreever.tasks.images import EmnistTask, complete, load_emnist
 from retreever.train.config import TrainConfig
 from retreever.train.engine import fit
-from retreever.train.score import evaluate
 from retreever.train.protocols import Task
+from retreever.train.score import evaluate
 
 REAL = Path(__file__).parents[3] / "shared/data/emnist"
 SIDE = 28

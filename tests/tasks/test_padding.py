@@ -13,7 +13,7 @@ from retreever import Batch, PerceiverIO, ReTreever, TransformerCA
 from retreever.tasks import gp, images
 from retreever.tasks.gp import GPTask
 from retreever.tasks.images import ImageTask
-from retreever.tasks.padding import Room, draw_sizes, rooms_for
+from retreever.tasks.padding import Room, balanced_sizes, draw_sizes, rooms_for
 from retreever.tasks.seeds import stream
 
 
@@ -33,6 +33,16 @@ def test_sizes_follow_the_paper_and_fit_their_room(seed: int, case: tuple[int, t
     n, m, room = draw_sizes(most, rooms, torch.Generator().manual_seed(seed))
     assert 3 <= n <= most - 4 and 3 <= m <= most - 1 - n
     assert n <= room.context and m <= room.target and room in rooms
+
+
+def test_fixed_sets_have_their_share_of_all_sizes() -> None:
+    sizes = balanced_sizes(50, torch.Generator().manual_seed(5))
+    drawn = [next(sizes) for _ in range(4400)]
+    counts = Counter(n for n, _ in drawn)
+    assert set(counts) == set(range(3, 47)) and all(95 <= count <= 105 for count in counts.values())
+    assert all(3 <= m <= 49 - n for n, m in drawn)
+    many = [m for n, m in drawn if n == 10]
+    assert min(many) == 3 and max(many) == 39 and abs(sum(many) / len(many) - 21) < 1
 
 
 def test_every_room_is_used_and_every_size_has_one() -> None:
@@ -67,7 +77,7 @@ def test_padded_functions_are_drawn_as_exact_ones() -> None:
     batch = task.sample_padded(512, torch.Generator().manual_seed(0), sizes, Room(32, 32))
     xc, yc, xt, yt = batch.xc[:, :20, 0], batch.yc[:, :20, 0], batch.xt[:, :12, 0], batch.yt[:, :12, 0]
     assert (xc.diff(dim=1) >= 0).all() and (xt.diff(dim=1) >= 0).all()
-    assert -2 <= float(xc.min()) and float(xc.max()) < 2 and abs(float(xc.mean())) < 0.05
+    assert float(xc.min()) >= -2 and float(xc.max()) < 2 and abs(float(xc.mean())) < 0.05
     drawn = 0.1 + 0.9 * torch.rand(10**5, generator=torch.Generator().manual_seed(1))
     assert abs(float(yc.square().mean()) / float(drawn.square().mean()) - 1) < 0.15
     gap, nearest = (xt[:, :, None] - xc[:, None]).abs().min(dim=2)
@@ -96,7 +106,9 @@ def test_padding_changes_no_loss(kind: type) -> None:
     for batch in (padded, exact):
         parts = {"xc": batch.xc.double(), "yc": batch.yc.double(), "xt": batch.xt.double(), "yt": batch.yt.double()}
         loss = model.loss(Batch(**parts, context_mask=batch.context_mask, target_mask=batch.target_mask))
-        losses.append([loss.total.detach(), *torch.autograd.grad(loss.total, list(model.parameters()), allow_unused=True)])
+        losses.append(
+            [loss.total.detach(), *torch.autograd.grad(loss.total, list(model.parameters()), allow_unused=True)]
+        )
     for one, other in zip(*losses, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other, atol=1e-10)

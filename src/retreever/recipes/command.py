@@ -6,25 +6,26 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from retreever.arguments import check_int, reject
 from retreever.checks import find_device
 from retreever.errors import CheckpointError, ConfigError
 from retreever.models.retreever import ReTreever
 from retreever.recipes.build import AnyModel, TestableTask
-from retreever.recipes.options import RECIPES, Evaluate, Launch
+from retreever.recipes.options import RECIPES, Evaluate, Where
 from retreever.recipes.settings import Settings
 from retreever.tasks.gp import GPTask, Kernel
 from retreever.tasks.seeds import derive_seed
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.distributed import Ranks, ranks_of_job
 from retreever.train.engine import Trainer
-from retreever.train.score import evaluate
 from retreever.train.log import Board, open_tensorboard
-from retreever.train.run import RunFolder
+from retreever.train.run import RunFolder, read_json
+from retreever.train.score import evaluate
 from retreever.train.state import restore_model
 from retreever.train.together import Run, train_together
 from retreever.version import __version__
@@ -32,50 +33,67 @@ from retreever.version import __version__
 Tests = dict[str, TestableTask]
 
 
-def train(settings: Sequence[Settings], options: Launch) -> None:
+class Plan(NamedTuple):
+    """A run to come: its settings, its folder, its task (shared by runs that train on the same)."""
+
+    settings: Settings
+    folder: RunFolder
+    task: TestableTask
+
+
+def train(settings: Sequence[Settings], where: Where) -> None:
     """Train all, each in its own folder, side by side on a GPU; refuse before any work is done."""
-    if options.deterministic:
+    check_int("at_once", where.at_once, 1)
+    if where.resume and where.overwrite:
+        reject("resume", "one of --resume and --overwrite", "both")
+    if any(one.deterministic for one in settings):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the device is first used
-    with ranks_of_job(str(find_device(options.device))) as (ranks, device):
-        folders = [RunFolder(options.out / one.name) for one in settings]
-        for one in settings:  # impossible settings are refused before any file is made
-            ranks.check(one.train_config().batch)
-            one.make_model()
-        task = settings[0].make_task(options.data)
-        next(iter(task.validation()))  # data that cannot be read neither
-        for one, folder in zip(settings, folders, strict=True):
+    with ranks_of_job(str(find_device(where.device))) as (ranks, device):
+        tasks: dict[TestableTask, TestableTask] = {}
+        plans = [_plan(one, where, ranks, tasks) for one in settings]
+        for plan in plans:
             if ranks.first:
-                folder.start(one.to_json(), options.resume, options.overwrite)
-        at_once = options.at_once if device.startswith("cuda") and ranks.world == 1 else 1
-        pairs = list(zip(settings, folders, strict=True))
-        for start in range(0, len(pairs), at_once):
-            _train_group(pairs[start : start + at_once], task, options, device, ranks)
+                plan.folder.start(plan.settings.to_json(), where.resume, where.overwrite)
+        at_once = where.at_once if device.startswith("cuda") and ranks.world == 1 else 1
+        todo = [plan for plan in plans if not plan.folder.result.exists()]
+        for start in range(0, len(todo), at_once):
+            _train_group(todo[start : start + at_once], where, device, ranks)
+        for plan in plans:
+            if ranks.first:
+                print(_line(plan))
 
 
-def _train_group(
-    pairs: Sequence[tuple[Settings, RunFolder]], task: TestableTask, options: Launch, device: str, ranks: Ranks
-) -> None:
+def _plan(settings: Settings, where: Where, ranks: Ranks, tasks: dict[TestableTask, TestableTask]) -> Plan:
+    """Impossible settings and data that cannot be read are refused before any file is made."""
+    ranks.check(settings.train_config().batch)
+    settings.make_model()
+    task = settings.make_task(where.data)
+    if task not in tasks:
+        next(iter(task.validation()))
+    return Plan(settings, RunFolder(where.out / settings.name), tasks.setdefault(task, task))
+
+
+def _train_group(plans: Sequence[Plan], where: Where, device: str, ranks: Ranks) -> None:
     """Runs side by side, from start, or from where they were, to their results."""
-    names = [folder.path.name for _, folder in pairs]
-    with Board(names, pairs[0][0].metric, quiet=not ranks.first) as board:
+    names = [plan.folder.path.name for plan in plans]
+    with Board(names, plans[0].settings.metric, quiet=not ranks.first) as board:
         runs = []
-        for index, (one, folder) in enumerate(pairs):
+        for index, (one, folder, task) in enumerate(plans):
             torch.manual_seed(derive_seed(one.task, "init", one.seed))
             trainer = Trainer(one.make_model(), task, one.train_config(), device, ranks)
             watchers = [board.watcher(index)]
-            if options.tensorboard and ranks.first:
+            if where.tensorboard and ranks.first:
                 watchers.append(open_tensorboard(folder.path / "tensorboard"))
             runs.append(Run(folder, trainer, watchers))
         train_together(runs)
     if ranks.first:
-        tests = pairs[0][0].make_tests(options.data)
-        for (one, folder), run in zip(pairs, runs, strict=True):
-            _finish(one, folder, run.trainer, tests)
+        for plan, run in zip(plans, runs, strict=True):
+            _finish(plan, run.trainer, plan.settings.make_tests(where.data))
 
 
-def _finish(settings: Settings, folder: RunFolder, trainer: Trainer, tests: Tests) -> None:
-    """Test scores of the weights that did best on validation, the result file, a line."""
-    model: Any = trainer.model
+def _finish(plan: Plan, trainer: Trainer, tests: Tests) -> None:
+    """Test scores of the weights that did best on validation, and the result file."""
+    settings, folder, model = plan.settings, plan.folder, cast(Any, trainer.model)
     best = folder.checkpoints / "best"
     restore_model(model, load_checkpoint(best)[0], best)
     scores = test_scores(model, tests, str(trainer.device))
@@ -93,8 +111,13 @@ def _finish(settings: Settings, folder: RunFolder, trainer: Trainer, tests: Test
         "versions": {"retreever": __version__, "torch": torch.__version__},
     }
     folder.finish(result)
-    tokens = f"{result['tokens']} of {settings.context} tokens"
-    print(f"{folder.path}: test {settings.metric}: {_told(scores)}, with {tokens}")
+
+
+def _line(plan: Plan) -> str:
+    """What a finished run says."""
+    result = read_json(plan.folder.result)
+    tokens = f"{result['tokens']} of {result['context']} tokens"
+    return f"{plan.folder.path}: test {result['metric']}: {_told(result['scores'])}, with {tokens}"
 
 
 def test_scores(model: AnyModel, tests: Tests, device: str) -> dict[str, float]:

@@ -81,6 +81,7 @@ class CelebASettings(PointSettings):
     def make_task(self, data: Path | None) -> CelebATask:
         """Faces."""
         from retreever.tasks.catalogue import find_data
-        from retreever.tasks.celeba import CelebATask
+        from retreever.tasks.celeba import CelebATask, TrainOn
 
-        return CelebATask(find_data("celeba", data), size=self.size)
+        train_on: TrainOn = "train+validation" if self.preset == "paper" else "train"
+        return CelebATask(find_data("celeba", data), size=self.size, train_on=train_on)

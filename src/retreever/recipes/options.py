@@ -21,11 +21,9 @@ RECIPES: dict[str, type[Settings]] = {
 
 
 @dataclass(frozen=True)
-class Launch(Settings):
-    """Where runs go and how many there are."""
+class Where:
+    """Where runs train and where their files go."""
 
-    seeds: tuple[int, ...] = (0,)
-    """Seeds of weights, data and sampled paths; one run each, side by side on a GPU."""
     out: Path = Path("runs")
     """Where run folders go."""
     data: Path | None = None
@@ -41,17 +39,24 @@ class Launch(Settings):
     tensorboard: bool = False
     """Also write TensorBoard files into the run folders."""
 
+
+@dataclass(frozen=True)
+class Launch(Where):
+    """A recipe from the command line; mixed into the settings of one."""
+
+    seeds: tuple[int, ...] = (0,)
+    """Seeds of weights, data and sampled paths; one run each, side by side on a GPU."""
+
+    task: ClassVar[str]
+
     def run(self) -> None:
         """Do it."""
         from retreever.recipes.command import train
 
-        check_int("at_once", self.at_once, 1)
         for seed in self.seeds:
             check_int("seeds", seed, 0)
         if len(set(self.seeds)) != len(self.seeds) or not self.seeds:
             reject("seeds", "one or more different seeds", self.seeds)
-        if self.resume and self.overwrite:
-            reject("resume", "one of --resume and --overwrite", "both")
         train(self.settings(), self)
 
     def settings(self) -> list[Settings]:

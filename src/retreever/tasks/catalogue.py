@@ -116,9 +116,14 @@ def files_of(dataset: Dataset, folder: Path) -> dict[str, Path | None]:
     """Each of the dataset's files and where it is in `folder`, None where absent."""
     found: dict[str, Path | None] = {}
     for file in dataset.files:
-        names = [name for plain in file.split(" or ") for name in (plain, f"{plain}.gz")]
-        found[file] = next((folder / name for name in names if (folder / name).exists()), None)
+        places = [place for name in file.split(" or ") for place in places_of(folder, name)]
+        found[file] = next((place for place in places if place.exists()), None)
     return found
+
+
+def places_of(folder: Path, name: str) -> list[Path]:
+    """Where a file may lie, plain or gzipped; CelebA's makers have theirs in the folders Img and Eval."""
+    return [folder / sub / ending for sub in ("", "Img", "Eval") for ending in (name, f"{name}.gz")]
 
 
 def _root(path: str | Path | None, variable: str, default: str) -> Path:

@@ -21,7 +21,7 @@ from retreever.arguments import check_choice, check_int
 from retreever.batch import Batch
 from retreever.tasks.gp_sets import fixed_set
 from retreever.tasks.padding import Room, Sizes, divide, draw_sizes, rooms_for
-from retreever.tasks.seeds import integer, stream
+from retreever.tasks.seeds import stream
 
 Kernel = Literal["rbf", "matern", "periodic"]
 KERNELS: tuple[Kernel, ...] = ("rbf", "matern", "periodic")
@@ -63,12 +63,18 @@ class GPTask:
         return self.draw(size, generator, device)[0]
 
     def draw(
-        self, size: int, generator: torch.Generator, device: torch.device | str = "cpu"
+        self,
+        size: int,
+        generator: torch.Generator,
+        device: torch.device | str = "cpu",
+        sizes: tuple[int, int] | None = None,
     ) -> tuple[Batch, Hyperparameters]:
-        """Fresh functions and what they were drawn with. Points are sorted, as the tree wants them."""
+        """Fresh functions and what they were drawn with. Points are sorted, as the tree wants them.
+
+        `sizes` are the numbers of context and target points; None draws them.
+        """
         check_int("size", size, 1)
-        n = integer(3, MOST_POINTS - 3, generator)
-        m = integer(3, MOST_POINTS - n, generator)
+        n, m = sizes or draw_sizes(MOST_POINTS, ROOMS, generator)[:2]
         hyper = self._hyperparameters(size, generator)
         x = 4 * torch.rand(size, n + m, 1, **_where(generator)) - 2
         x = torch.cat([x[:, :n].sort(dim=1).values, x[:, n:].sort(dim=1).values], dim=1)
@@ -153,7 +159,7 @@ class GPTask:
         return f"gp-{self.kernel}-{self.ranges}"
 
     def _fixed(self, purpose: Literal["validation", "test"], batches: int) -> Iterator[tuple[Batch, Hyperparameters]]:
-        drawn = fixed_set(replace(self, test_batches=1), self._name, purpose, batches)
+        drawn = fixed_set(replace(self, test_batches=1), self._name, MOST_POINTS, purpose, batches)
         return ((batch, Hyperparameters(*hyper)) for batch, hyper in drawn)
 
 

@@ -15,19 +15,23 @@ from torch import Tensor
 
 from retreever.batch import Batch
 from retreever.tasks.cache import cached_file
+from retreever.tasks.padding import balanced_sizes
 from retreever.tasks.seeds import stream
 
 FUNCTIONS = 16  # in a batch
 ON_DISK = 500  # batches; fewer are drawn in no time
 Hyper = tuple[Tensor, Tensor, Tensor]
+Purpose = Literal["validation", "test"]
 Drawn = tuple[Batch, Hyper]
 
 
 class Draws(Protocol):
     """A task that draws functions; equal tasks draw the same ones."""
 
-    def draw(self, size: int, generator: torch.Generator) -> tuple[Batch, Any]:
-        """Functions and length-scale, output scale and period of each."""
+    def draw(
+        self, size: int, generator: torch.Generator, device: str = "cpu", sizes: tuple[int, int] | None = None
+    ) -> tuple[Batch, Any]:
+        """Functions, with so many context and target points, and length-scale, output scale and period of each."""
 
     def __hash__(self) -> int: ...
 
@@ -42,17 +46,17 @@ class Flat(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def fixed_set(task: Draws, name: str, purpose: Literal["validation", "test"], batches: int) -> tuple[Drawn, ...]:
-    """The first `batches` batches of that task and purpose. Shared: not to be changed in place."""
+def fixed_set(task: Draws, name: str, most: int, purpose: Purpose, batches: int) -> tuple[Drawn, ...]:
+    """The first `batches` batches of that task and purpose, of fewer than `most` points; not to be changed."""
     if batches < ON_DISK:
-        return tuple(_draw(task, name, purpose, batches))
+        return tuple(_draw(task, name, most, purpose, batches))
     from safetensors.torch import load_file, save
 
-    settings = {"task": name, "purpose": purpose, "batches": batches, "torch": torch.__version__, "version": 1}
+    settings = {"task": name, "purpose": purpose, "batches": batches, "torch": torch.__version__, "version": 2}
     drawn: list[Drawn] = []
 
     def make() -> Iterator[bytes]:
-        drawn.extend(_draw(task, name, purpose, batches))
+        drawn.extend(_draw(task, name, most, purpose, batches))
         yield save(flatten(drawn)._asdict())
 
     file = cached_file(f"{name}-{purpose}.safetensors", settings, make)
@@ -61,7 +65,7 @@ def fixed_set(task: Draws, name: str, purpose: Literal["validation", "test"], ba
             return tuple(unflatten(Flat(**load_file(file))))
         except OSError:  # removed by someone in this very moment
             pass
-    return tuple(drawn or _draw(task, name, purpose, batches))
+    return tuple(drawn or _draw(task, name, most, purpose, batches))
 
 
 def flatten(drawn: list[Drawn]) -> Flat:
@@ -83,6 +87,7 @@ def unflatten(flat: Flat) -> Iterator[Drawn]:
         yield Batch(xc=x[:, :n], yc=y[:, :n], xt=x[:, n:], yt=y[:, n:]), (length, scale, period)
 
 
-def _draw(task: Draws, name: str, purpose: Literal["validation", "test"], batches: int) -> Iterator[Drawn]:
+def _draw(task: Draws, name: str, most: int, purpose: Purpose, batches: int) -> Iterator[Drawn]:
     generator = stream(name, purpose, 0)
-    return (task.draw(FUNCTIONS, generator) for _ in range(batches))
+    sizes = balanced_sizes(most, generator)
+    return (task.draw(FUNCTIONS, generator, sizes=next(sizes)) for _ in range(batches))

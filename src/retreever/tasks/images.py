@@ -22,8 +22,8 @@ from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
 from retreever.errors import DataError
 from retreever.tasks.idx import find_idx, read_labelled
-from retreever.tasks.padding import Room, Sizes, divide, draw_sizes, rooms_for
-from retreever.tasks.seeds import integer, stream
+from retreever.tasks.padding import Room, Sizes, balanced_sizes, divide, draw_sizes, rooms_for
+from retreever.tasks.seeds import stream
 
 MOST_PIXELS = 200
 ROOMS = rooms_for(MOST_PIXELS, (64, 128, MOST_PIXELS - 4), parts=2)
@@ -101,12 +101,12 @@ class ImageTask(ABC):
 
     def _trained_on(self, device: torch.device) -> Images:
         """As bytes on that device, copied there once."""
-        if device not in self._copies:
-            self._copies[device] = self.split[0].to(device)
-        return self._copies[device]
+        if device.type not in self._copies:
+            self._copies[device.type] = self.split[0].to(device)
+        return self._copies[device.type]
 
     @cached_property
-    def _copies(self) -> dict[torch.device, Images]:
+    def _copies(self) -> dict[str, Images]:
         return {}
 
 
@@ -152,13 +152,17 @@ def load_emnist(path: str | Path, part: Part, classes: Classes) -> Images:
     return images[wanted].mT.contiguous()[..., None]
 
 
-def complete(images: UInt8[Tensor, "b h w c"], generator: torch.Generator) -> Batch:
-    """One random task per image, on the device of the images; the pixels drawn are the same on all."""
+def complete(
+    images: UInt8[Tensor, "b h w c"], generator: torch.Generator, sizes: tuple[int, int] | None = None
+) -> Batch:
+    """One random task per image, on the device of the images; the pixels drawn are the same on all devices.
+
+    `sizes` are the numbers of context and target pixels; None draws them.
+    """
     b, h, w, _ = images.shape
     if h * w < MOST_PIXELS - 1 or min(h, w) < 2:
         reject("images", f"at least {MOST_PIXELS - 1} pixels in two or more rows and columns", f"{h} x {w}")
-    n = integer(3, MOST_PIXELS - 3, generator)
-    m = integer(3, MOST_PIXELS - n, generator)
+    n, m = sizes or draw_sizes(MOST_PIXELS, ROOMS, generator)[:2]
     noise = torch.rand(b, h * w, generator=generator, device=generator.device).to(images.device)
     pixels = noise.argsort(dim=1, stable=True)[:, : n + m]
     x, y = places(pixels, h, w), values(images, pixels)
@@ -178,5 +182,6 @@ def values(images: UInt8[Tensor, "b h w c"], pixels: Int64[Tensor, "b p"]) -> Fl
 
 
 def _fixed(images: Images, generator: torch.Generator) -> Iterator[Batch]:
+    sizes = balanced_sizes(MOST_PIXELS, generator)
     for start in range(0, len(images), FIXED_BATCH):
-        yield complete(images[start : start + FIXED_BATCH], generator)
+        yield complete(images[start : start + FIXED_BATCH], generator, next(sizes))

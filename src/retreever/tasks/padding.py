@@ -6,7 +6,7 @@ sizes are drawn on the host, which then knows the smallest room they fit into; p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,19 @@ def draw_sizes(most: int, rooms: Sequence[Room], generator: torch.Generator) -> 
     m = integer(FEWEST, most - n, generator)
     room = min((room for room in rooms if room.context >= n and room.target >= m), key=tuple)
     return Sizes(n, m, room)
+
+
+def balanced_sizes(most: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:
+    """Sizes of the same law without end, spread evenly by a Sobol sequence scrambled with the generator's seed.
+
+    For fixed sets: most of what tells batches apart is their sizes, so the score of a set that has its share of all of
+    them is several times closer to that of endless many batches than if they were drawn one by one.
+    """
+    engine = torch.quasirandom.SobolEngine(2, scramble=True, seed=generator.initial_seed() % 2**31)  # type: ignore[no-untyped-call]
+    while True:
+        u, v = engine.draw(1, dtype=torch.float64)[0].tolist()
+        n = FEWEST + int(u * (most - 2 * FEWEST))
+        yield n, FEWEST + int(v * (most - FEWEST - n))
 
 
 def divide(x: Float[Tensor, "b p dx"], y: Float[Tensor, "b p dy"], sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
