@@ -11,7 +11,15 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from retreever.arguments import reject
-from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
+from retreever.checks import (
+    check_any_real,
+    check_finite,
+    check_float,
+    check_mask,
+    check_same,
+    check_tensor,
+    values_readable,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Batch:
         yt: the true values there.
         context_mask: True where a context point is real; None means all.
         target_mask: True where a target is real; None means all.
+        output_mask: True where an output of a real target is known; None means all. What stands at the others counts
+            neither for the loss nor for the reward. Every real target has at least one.
     """
 
     xc: Float[Tensor, "b n dx"]
@@ -33,6 +43,13 @@ class Batch:
     yt: Shaped[Tensor, "b m *out"]
     context_mask: Bool[Tensor, "b n"] | None = None
     target_mask: Bool[Tensor, "b m"] | None = None
+    output_mask: Bool[Tensor, "b m out"] | None = None
+
+    @property
+    def truth(self) -> Shaped[Tensor, "b m *out"]:
+        """`yt` as losses and metrics take it: NaN where an output is not known, 0 at padding."""
+        known = self.yt if self.output_mask is None else self.yt.masked_fill(~self.output_mask, torch.nan)
+        return without_padding(known, self.target_mask)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
@@ -53,11 +70,31 @@ class Batch:
     def validate(self) -> Batch:
         """Raise `InputError` unless shapes, types, devices and values fit together; returns the batch itself."""
         check_points("xc", self.xc, "yc", self.yc, self.context_mask)
-        check_points("xt", self.xt, "yt", self.yt, self.target_mask)
+        yt = self.yt if self.output_mask is None else self._known(self.output_mask)
+        check_points("xt", self.xt, "yt", yt, self.target_mask)
+        if self.output_mask is not None:
+            self._check_any_known(self.output_mask)
         if self.xt.shape[0] != self.xc.shape[0] or self.xt.shape[2] != self.xc.shape[2]:
             reject("xt", f"shape (b={self.xc.shape[0]}, m, dx={self.xc.shape[2]})", tuple(self.xt.shape))
         check_same("xt", self.xt, "xc", self.xc)
         return self
+
+    def _known(self, mask: Bool[Tensor, "b m out"]) -> Float[Tensor, "b m out"]:
+        """`yt` with 0 for outputs not known, once it is clear that `mask` can tell which those are."""
+        y = self.yt
+        if not isinstance(y, Tensor) or y.dim() != 3 or not y.dtype.is_floating_point:
+            got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            reject("yt", "floats (b, m, dy), as there is an output_mask", got)
+        check_mask("output_mask", mask, "b m dy", b=y.shape[0], m=y.shape[1], dy=y.shape[2])
+        check_same("output_mask", mask, "yt", y, dtype=False)
+        return y.masked_fill(~mask, 0)
+
+    def _check_any_known(self, mask: Bool[Tensor, "b m out"]) -> None:
+        """A target of which nothing is known would count as one that was predicted without loss."""
+        known = mask.any(dim=-1) if self.target_mask is None else mask.any(dim=-1) | ~self.target_mask
+        if values_readable(known) and not bool(known.all()):
+            unknown = f"{int((~known).sum())} without; leave them out by target_mask"
+            reject("output_mask", "a known output for every real target", unknown)
 
 
 def check_points(x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask") -> None:
@@ -105,7 +142,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
     target = [row.target_mask for row in rows]
     xc, yc, context_mask = _pad([row.xc for row in rows], [row.yc for row in rows], context)
     xt, yt, target_mask = _pad([row.xt for row in rows], [row.yt for row in rows], target)
-    return Batch(xc, yc, xt, yt, context_mask, target_mask)
+    return Batch(xc, yc, xt, yt, context_mask, target_mask, _pad_outputs(rows, xt.shape[1]))
 
 
 def _kind(tensor: Tensor) -> str:
@@ -120,6 +157,14 @@ def _pad(
     mask = torch.cat([_pad_to(r, length) for r in real])
     x, y = torch.cat([_pad_to(x, length) for x in xs]), torch.cat([_pad_to(y, length) for y in ys])
     return x, y, None if bool(mask.all()) else mask
+
+
+def _pad_outputs(rows: Sequence[Batch], length: int) -> Tensor | None:
+    """Outputs are known where no row says otherwise."""
+    if all(row.output_mask is None for row in rows):
+        return None
+    known = [torch.ones_like(r.yt, dtype=torch.bool) if r.output_mask is None else r.output_mask for r in rows]
+    return torch.cat([_pad_to(mask, length) for mask in known])
 
 
 def _pad_to(tensor: Tensor, length: int) -> Tensor:

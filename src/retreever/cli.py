@@ -13,6 +13,7 @@ from tyro.conf import subcommand as named
 
 from retreever.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
 from retreever.errors import RetreeverError
+from retreever.experiments.options import Collect, Experiment, Figure, Results, Table
 from retreever.recipes.options import Evaluate, TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
 from retreever.tasks.data_options import Data
 
@@ -106,6 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Train, named("train")]
         | Annotated[Evaluate, named("eval")]
         | Annotated[Data, named("data")]
+        | Annotated[Experiment, named("experiment")]
+        | Annotated[Collect, named("collect")]
+        | Annotated[Table, named("table")]
+        | Annotated[Figure, named("figure")]
+        | Annotated[Results, named("results")]
         | Annotated[Bench, named("bench")]
         | Annotated[Doctor, named("doctor")]
         | Annotated[Version, named("version")]

@@ -20,6 +20,7 @@ from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import check_choice, check_number, reject
 from retreever.batch import without_padding
+from retreever.nn.heads import log_likelihood, squared_error
 
 Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
 REWARDS: tuple[Reward, ...] = ("log-likelihood", "squared-error", "cross-entropy", "accuracy")
@@ -78,7 +79,10 @@ class Loss(NamedTuple):
 
 
 def reward_of(reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> PerQuery:
-    """One reward per query, detached. `reward` may be any function (distribution, truth) -> (b, m)."""
+    """One reward per query, detached. `reward` may be any function (distribution, truth) -> (b, m).
+
+    Outputs that are not known are NaN in `y`.
+    """
     with torch.no_grad():
         value = REWARD_FUNCTIONS[reward](dist, y) if isinstance(reward, str) else reward(dist, y)
     if value.shape != y.shape[:2]:
@@ -94,8 +98,8 @@ def accuracy(dist: Distribution, y: Tensor) -> PerQuery:
 
 
 REWARD_FUNCTIONS: dict[Reward, RewardFunction] = {
-    "log-likelihood": lambda dist, y: dist.log_prob(y),
-    "squared-error": lambda dist, y: -(dist.mean - y).square().sum(dim=-1),
+    "log-likelihood": log_likelihood,
+    "squared-error": lambda dist, y: -squared_error(dist, y),
     "cross-entropy": lambda dist, y: dist.log_prob(y),
     "accuracy": accuracy,
 }

@@ -33,7 +33,10 @@ def check_queries(config: ModelConfig, weight: Tensor, xt: Tensor, b: int) -> No
 
 
 def take_targets(config: ModelConfig, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Where predictions are wanted and what is true there, padding cleared, checked against what the head predicts."""
+    """Where predictions are wanted and what is true there, padding cleared, checked against what the head predicts.
+
+    Outputs not known are NaN, which heads and rewards pass over.
+    """
     if not isinstance(batch, Batch):
         reject("batch", "a Batch", type(batch).__name__)
     batch.validate()
@@ -43,7 +46,10 @@ def take_targets(config: ModelConfig, batch: Batch) -> tuple[Tensor, Tensor]:
     else:
         check_tensor("yt", batch.yt, "b m dy", dy=config.out)
         check_float("yt", batch.yt)
-    return without_padding(batch.xt, batch.target_mask), without_padding(batch.yt, batch.target_mask)
+    truth = batch.truth
+    if batch.output_mask is None and not values_readable(truth) and truth.dtype.is_floating_point:
+        truth = truth.masked_fill(truth.isnan(), torch.inf)  # nobody could check it: no NaN may pass for "not known"
+    return without_padding(batch.xt, batch.target_mask), truth
 
 
 def _coordinates(config: ModelConfig) -> int:

@@ -1,0 +1,70 @@
+"""A run a table needs: its settings, its name, and what of a run folder must agree with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from retreever.experiments.keys import KINDS, Keys
+from retreever.recipes.options import RECIPES
+from retreever.recipes.settings import Settings
+from retreever.train.config import TrainConfig
+
+COMPUTED = {"random-guess": "copy", "exact-posterior": "gp"}  # rows that need no training, and of which task
+HOW = {f.name for f in fields(TrainConfig)}  # how a model is trained, in contrast to what it is
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Settings of a run; `changes` are those the recipe file sets, `computed` names a row without training."""
+
+    settings: Settings
+    changes: dict[str, Any]
+    computed: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder and of its result."""
+        if not self.computed:
+            return self.settings.name
+        marks = [f"{key}{value}" for key, value in self.changes.items() if key not in HOW]
+        return "-".join([self.settings.task, *marks, self.computed, f"seed{self.settings.seed}"])
+
+    def config(self) -> dict[str, Any]:
+        """What is saved in the run's folder."""
+        if not self.computed:
+            return self.settings.to_json()
+        what = {key: value for key, value in self.changes.items() if key not in HOW}
+        own = {"task": self.settings.task, "model": self.computed, "preset": self.settings.preset}
+        return {**own, **what, "seed": self.settings.seed}
+
+    def differs(self, config: dict[str, Any]) -> list[str]:
+        """In what a run folder is not of the model or task meant; steps and the like are shown, not compared."""
+        wanted = {key: value for key, value in self.config().items() if key in self.changes and key not in HOW}
+        wanted |= {"task": self.settings.task, "seed": self.settings.seed, "preset": self.settings.preset}
+        return [key for key, value in wanted.items() if config.get(key) != value]
+
+
+def checked_settings(task: str, changes: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    """`changes` with numbers in their field's kind; a name or a value the recipe of `task` does not know is refused."""
+    if not task:
+        keys.refuse("task", "one of " + ", ".join(RECIPES), "nothing")
+    recipe = RECIPES[task]
+    hints = get_type_hints(recipe)
+    known = {f.name: hints[f.name] for f in fields(recipe) if f.name != "seed"}
+    return {name: _checked(name, value, known, task, keys) for name, value in changes.items()}
+
+
+def _checked(name: str, value: Any, known: dict[str, Any], task: str, keys: Keys) -> Any:
+    if name not in known:
+        keys.refuse(name, f"a setting of {task} ({', '.join(known)})", "another")
+    hint = known[name]
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            keys.refuse(name, "one of " + ", ".join(map(str, get_args(hint))), repr(value))
+        return value
+    if get_origin(hint) is tuple:
+        return tuple(Keys({name: value}, keys.file, keys.where).take(name, list))
+    kind = next((k for k in get_args(hint) or (hint,) if k in KINDS), str)
+    checked = Keys({name: value}, keys.file, keys.where).take(name, kind)
+    return float(checked) if kind is float else checked

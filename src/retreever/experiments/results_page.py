@@ -1,0 +1,46 @@
+"""The results page: every table of every recipe, made from result files and the paper's numbers, never typed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from retreever.errors import ConfigError
+from retreever.experiments.paper import load_paper
+from retreever.experiments.recipe import Recipe, recipes_in
+from retreever.experiments.results import load_results
+from retreever.experiments.rows import Row, rows_of
+from retreever.experiments.table import make_table
+from retreever.files import write_text
+
+HEAD = """# Results
+
+This page is made by `retreever results` from `experiments/results`, `benchmarks/results` and `experiments/paper.json`;
+changes by hand are lost. "Paper" is what the paper prints, "Ours" the mean over seeds on test data; "not run" means
+that nobody has. `retreever table NAME` prints one table, `retreever experiment NAME` trains what is missing in it.
+"""
+
+
+def write_results_page(folder: Path, out: Path) -> Path:
+    """Write the page to `out`; figures that lie beside it in `images` are shown."""
+    recipes, paper, results = recipes_in(folder), load_paper(folder), load_results(folder)
+    parts = [HEAD]
+    for recipe in recipes.values():
+        rows = rows_of(recipe, paper, results)
+        parts.append(_section(recipe, rows, out))
+    return write_text(out, "\n".join(parts), ConfigError)
+
+
+def figure_file(recipe: Recipe, docs: Path) -> Path:
+    """Where the page looks for a recipe's figure."""
+    return docs / "images" / f"results-{recipe.name}.png"
+
+
+def _section(recipe: Recipe, rows: list[Row], out: Path) -> str:
+    picture = figure_file(recipe, out.parent)
+    done = sum(row.mean is not None for row in rows)
+    lines = [f"## {recipe.title}", "", f"`retreever table {recipe.name}`: {done} of {len(rows)} cells run.", ""]
+    lines += [make_table(recipe, rows).to_markdown()]
+    if recipe.figure and picture.exists():
+        lines += [f"![{recipe.title}]({Path(os.path.relpath(picture, out.parent)).as_posix()})", ""]
+    return "\n".join(lines)

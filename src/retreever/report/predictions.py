@@ -1,0 +1,41 @@
+"""How figures ask a model: in evaluation mode, without gradients, on the model's own device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution
+
+from retreever.arguments import reject
+from retreever.batch import Batch
+from retreever.train.protocols import Model
+
+
+@contextmanager
+def evaluating(model: Model) -> Iterator[torch.device]:
+    """Evaluation mode for a while, then the mode the model was in; gives the device it lies on."""
+    was_training, device = model.training, next((p.device for p in model.parameters()), torch.device("cpu"))
+    model.train(False)
+    try:
+        with torch.inference_mode():
+            yield device
+    finally:
+        model.train(was_training)
+
+
+def predict(model: Model, batch: Batch) -> Distribution:
+    """Predictions at the targets of `batch`."""
+    with evaluating(model) as device:
+        here = batch.to(device)
+        return model.predict(here.xc, here.yc, here.xt, here.context_mask)
+
+
+def mean_and_std(dist: Distribution) -> tuple[Float[Tensor, "b m dy"], Float[Tensor, "b m dy"]]:
+    """Of every predicted value, on the CPU."""
+    if len(dist.event_shape) != 1:
+        reject("model", "one that predicts values with a mean and a standard deviation", type(dist).__name__)
+    return dist.mean.cpu(), dist.stddev.cpu()
