@@ -15,17 +15,17 @@ from retreever.bench.machine import machine
 from retreever.errors import InputError
 from retreever.files import write_text
 from retreever.models.retreever import ReTreever
+from retreever.recipes.build import AnyModel, copy_model
+from retreever.recipes.copy import CopySettings
 from retreever.report.explain import explain
 from retreever.report.figures import draw_curves, draw_retrieval
 from retreever.report.tables import Table
-from retreever.recipes.build import AnyModel, copy_model
-from retreever.recipes.copy import CopySettings
 from retreever.tasks.copy import CopyTask
 from retreever.train.config import TrainConfig
 from retreever.train.engine import fit
-from retreever.train.score import evaluate
 from retreever.train.log import Board
 from retreever.train.protocols import Record, as_rows
+from retreever.train.score import evaluate
 
 NAMES = ("Cross Attention", "Tree Cross Attention", "Perceiver IO")
 TRAIN = TrainConfig(steps=1_500, batch=64, warmup=100, evaluate_every=50, stop_at=99.9)

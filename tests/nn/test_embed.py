@@ -82,3 +82,22 @@ def test_sequence_dropout_acts_in_training_only() -> None:
     assert not torch.equal(module.context(x, y), module.context(x, y))
     module.eval()
     assert torch.equal(module.context(x, y), module.context(x, y))
+
+
+def test_symbols_are_embedded_once_and_picked() -> None:
+    """The same function as an embedding of every single token, with the same gradients."""
+    module, x = sequence().double(), positions(0, 1, 2, 3).double().expand(2, 4, 1)
+    y = torch.tensor([[3, 4, 3, 11], [0, 0, 0, 1]])
+    hot = nn.functional.one_hot(y, 12).to(x.dtype)
+    slow = module.mix_context(module.of_symbol(hot) + module.positions(x))
+    torch.testing.assert_close(module.context(x, y), slow)
+    weights = list(module.of_symbol.parameters())
+    got, want = (torch.autograd.grad(tokens.square().sum(), weights) for tokens in (module.context(x, y), slow))
+    for slope, true in zip(got, want, strict=True):
+        torch.testing.assert_close(slope, true)
+
+
+def test_positions_shared_by_a_batch_are_those_of_every_row() -> None:
+    module, shared = SinusoidalPositions(DIM), positions(0, 2.5, 7).expand(3, 3, 1)
+    assert torch.equal(module(shared), module(shared.contiguous()))
+    assert module(shared).shape == (3, 3, DIM)

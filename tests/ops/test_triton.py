@@ -256,6 +256,44 @@ def test_forward_is_as_exact_as_the_reference(case: Case, monkeypatch: pytest.Mo
     check_forward(case)
 
 
+LATE = [
+    *(case for case in FORWARD if case.k == 2),
+    Case(65, b=1, m=5, h=3, e=60, mask="ragged", dtype=torch.bfloat16),
+    Case(200, b=1, m=4, e=64, noise=True, dtype=torch.bfloat16, views=True),
+]
+
+
+@on_device
+@pytest.mark.parametrize("case", LATE, ids=name)
+def test_values_may_be_read_after_the_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "MANY_BYTES", 0)
+    if INTERPRETING and case.m > 16:
+        force_tiles(monkeypatch, queries=16)
+    check_forward(case)
+
+
+@pytest.mark.parametrize("case, late", [
+    (Case(9, b=1, m=4096, e=64, dtype=torch.bfloat16), True),
+    (Case(9, b=2, m=2048, e=64, dtype=torch.bfloat16), True),
+    (Case(9, b=1, m=2047, e=64), False),
+    (Case(9, b=1, m=4096, e=16, dtype=torch.bfloat16), False),
+    (Case(9, k=3, b=1, m=4096, e=64), False),
+    (Case(9, b=1, m=8, h=64, e=8192), False),  # a row too wide for two children side by side
+])  # fmt: skip
+def test_values_are_read_late_when_bytes_are_the_limit(case: Case, late: bool) -> None:
+    plan = case.plan
+    tree = backend._Tree(plan.branch, plan.depth, plan.block)
+    tile = backend._query_tile((case.b * case.m).bit_length(), plan.branch, tree.widest, case.h, case.e)
+    assert backend._late(torch.empty(case.b, case.m, case.h, case.e, dtype=case.dtype), tree, tile) is late
+
+
+@cuda_only
+def test_late_values_of_a_large_tree() -> None:
+    """Many programs and many levels: where a compiler could go wrong that the interpreter does not show."""
+    case = Case(1 << 16, b=1, m=4096, e=64, dtype=torch.bfloat16, noise=True)
+    check_forward(case)
+
+
 @on_device
 @pytest.mark.parametrize("case", GRADIENT, ids=name)
 def test_gradients_are_as_exact_as_those_of_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,6 +521,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     [
         Case(128, b=64, m=128, mask="ragged", noise=True),
         Case(300, k=256, b=1, m=300, h=3, e=60, dtype=torch.bfloat16),
+        Case(128, b=1, m=4096, e=64, dtype=torch.bfloat16),  # values are read late
     ],
     ids=name,
 )
@@ -504,5 +543,5 @@ def test_kernels_compile_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch,
     results = backend.tree_attention_triton(q, given.keys, given.values, case.plan, given.mask, given.noise)
     results[0].sum().backward()
     assert [kernel.__name__ for kernel, _, _ in launches] == ["descend", "query_gradient", *["node_gradient"] * 2]
-    for kernel, args, options in launches[: 4 if case.k == 2 else 1]:  # the wide search, without its like in gradients
+    for kernel, args, options in launches[: 4 if case.mask else 1]:  # gradients have no such variants
         assert len(compile_for_hopper(kernel, args, options).asm["cubin"]) > 0

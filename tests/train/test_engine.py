@@ -14,10 +14,10 @@ from retreever import InputError, ReTreever, RetreeverError, TransformerCA
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
 from retreever.train.engine import fit
-from retreever.train.score import evaluate
 from retreever.train.log import Board
 from retreever.train.optimise import learning_rate, make_optimiser
 from retreever.train.protocols import Progress
+from retreever.train.score import evaluate
 
 TINY = {
     "dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical", "encoder": "identity",

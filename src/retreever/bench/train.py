@@ -19,10 +19,13 @@ from retreever.bench.timing import Call, time_together
 from retreever.models.config import ModelConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
+from retreever.nn.blocks import FeedForward
+from retreever.nn.dropout import Dropout
 from retreever.report.tables import Table
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
 from retreever.train.engine import Trainer
+from retreever.tree.aggregate import TransformerAggregator
 
 CROSS, TREE, PLAIN = "Cross Attention", "TCA", "TCA, plain torch"
 AnyModel = TransformerCA | ReTreever
@@ -73,7 +76,7 @@ def models(run: Run) -> dict[str, AnyModel]:
 def plain_layers(model: nn.Module) -> None:
     """Torch's own dropout and gradients throughout."""
     for module in model.modules():
-        if hasattr(module, "fused"):
+        if isinstance(module, Dropout | FeedForward | TransformerAggregator):
             module.fused = False
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retreever.attention import TreeCrossAttention
 from retreever.doctor.problem import Problem, derivatives, problems, walk
-from retreever.nn.blocks import triton_installed
+from retreever.nn.triton_here import triton_installed
 from retreever.ops.api import Impl, unavailable
 
 Status = Literal["ok", "wrong", "not available"]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, check_number, reject
+from retreever.nn.dropout import Dropout, drop
+from retreever.nn.fused_attention import attention
+from retreever.nn.geglu import geglu
+from retreever.nn.layer_norm import LayerNorm
+from retreever.nn.triton_here import triton_installed
 
 Residual = Literal["pre", "normalised", "doubled", "none"]
 RESIDUALS: tuple[Residual, ...] = ("pre", "normalised", "doubled", "none")
@@ -40,17 +42,27 @@ class MLP(nn.Sequential):
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward (GEGLU): half of the hidden layer gates the other half."""
+    """Gated feed-forward (GEGLU): half of the hidden layer gates the other half.
+
+    `fused = False` leaves all gradients to torch.
+    """
+
+    fused = True
 
     def __init__(self, dim: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.up = nn.Linear(dim, 2 * hidden)
         self.down = nn.Linear(hidden, dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        value, gate = self.up(x).chunk(2, dim=-1)
-        return self.dropout(self.down(value * F.gelu(gate)))
+        up = self.up(x)
+        if self.fused and up.requires_grad and not torch.compiler.is_compiling():
+            gated = geglu(up)
+        else:
+            value, gate = up.chunk(2, dim=-1)
+            gated = value * F.gelu(gate)
+        return self.dropout(self.down(gated))
 
 
 class AttentionBlock(nn.Module):
@@ -89,13 +101,13 @@ class AttentionBlock(nn.Module):
         _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout)
         kdim = dim if kdim is None else kdim
         self.heads, self.width, self.residual, self.dropout = heads, dim // heads, residual, dropout
-        self.norm = nn.Identity() if residual == "none" else nn.LayerNorm(dim)
-        self.context_norm = nn.LayerNorm(kdim) if context_norm == "own" else None
+        self.norm = nn.Identity() if residual == "none" else LayerNorm(dim)
+        self.context_norm = LayerNorm(kdim) if context_norm == "own" else None
         self.shared_norm = context_norm == "shared"
         self.to_q = nn.Linear(dim, dim, bias=bias)
         self.to_kv = nn.Linear(kdim, 2 * dim, bias=bias)
         self.to_out = nn.Linear(dim, dim)
-        self.feed_norm = nn.LayerNorm(dim) if hidden and residual != "none" else nn.Identity()
+        self.feed_norm = LayerNorm(dim) if hidden and residual != "none" else nn.Identity()
         self.feed_forward = FeedForward(dim, hidden, dropout) if hidden else None
 
     def start(self, query: Float[Tensor, "b m d"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b m h e"]]:
@@ -140,14 +152,7 @@ class AttentionBlock(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if q.shape[1] * keys.shape[1] <= FEW:
             return attend_few(q, keys, values, mask, dropout)
-        out = F.scaled_dot_product_attention(
-            rearrange(q, "b m h e -> b h m e"),
-            rearrange(keys, "b n h e -> b h n e"),
-            rearrange(values, "b n h e -> b h n e"),
-            attn_mask=None if mask is None else mask[:, None, None, :],
-            dropout_p=dropout,
-        )
-        return rearrange(out, "b h m e -> b m h e")
+        return attention(q, keys, values, mask, dropout)
 
     def forward(
         self,
@@ -174,12 +179,6 @@ def norm_linear(x: Float[Tensor, "*b d"], norm: nn.Module | None, linear: nn.Lin
     return linear(norm(x))
 
 
-@cache
-def triton_installed() -> bool:
-    """Whether kernels can be had on CUDA."""
-    return find_spec("triton") is not None
-
-
 def attend_few(
     q: Float[Tensor, "g m h e"],
     keys: Float[Tensor, "g n h e"],
@@ -191,7 +190,7 @@ def attend_few(
     scores = (q[:, :, None] * keys[:, None]).sum(dim=-1) * q.shape[-1] ** -0.5  # (g, m, n, h)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, :, None], -math.inf)
-    weights = F.dropout(scores.softmax(dim=2), dropout)
+    weights = drop(scores.softmax(dim=2), dropout)
     return (weights[..., None] * values[:, None]).sum(dim=2)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from retreever.nn.blocks import MLP
+from retreever.nn.dropout import Dropout
 
 
 class PointEmbed(nn.Module):
@@ -43,11 +44,13 @@ class SequenceEmbed(nn.Module):
         self.mix_context = MLP(dim, hidden, dim, 3)
         self.mix_query = MLP(dim, hidden, dim, 3)
         self.positions = SinusoidalPositions(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def context(self, x: Float[Tensor, "b n 1"], y: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         """Tokens of symbols at positions."""
-        symbols = self.of_symbol(F.one_hot(y, self.vocabulary).to(x.dtype))
+        every = self.of_symbol(torch.eye(self.vocabulary, dtype=x.dtype, device=x.device))  # each symbol once
+        # Picked by a product: the gradient of a lookup has no order to add in on a GPU, and is slower there.
+        symbols = F.one_hot(y, self.vocabulary).to(every.dtype) @ every
         return self.mix_context(self.dropout(symbols + self.positions(x)))
 
     def query(self, x: Float[Tensor, "b m 1"]) -> Float[Tensor, "b m d"]:
@@ -68,5 +71,7 @@ class SinusoidalPositions(nn.Module):
         self.dim = dim
 
     def forward(self, x: Float[Tensor, "b n 1"]) -> Float[Tensor, "b n d"]:
-        angle = x * self.frequencies
-        return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : self.dim]
+        rows = x[:1] if x.stride(0) == 0 else x  # the same positions in every row of the batch, often
+        angle = rows * self.frequencies
+        waves = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : self.dim]
+        return waves.expand(x.shape[0], -1, -1)

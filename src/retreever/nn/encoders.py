@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, reject
 from retreever.nn.blocks import MLP, AttentionBlock, Residual, self_attention_block
+from retreever.nn.dropout import Dropout
+from retreever.nn.layer_norm import LayerNorm
 
 Encoder = Literal["identity", "transformer", "linformer", "chordmixer"]
 ENCODERS: tuple[Encoder, ...] = ("identity", "transformer", "linformer", "chordmixer")
@@ -99,9 +101,9 @@ class ChordMixerEncoder(nn.Module):
         width = self.tracks * math.ceil(dim / self.tracks)
         self.into = nn.Linear(dim, width) if width != dim else nn.Identity()
         self.back = nn.Linear(width, dim) if width != dim else nn.Identity()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks))
+        self.norms = nn.ModuleList(LayerNorm(width) for _ in range(blocks))
         self.mlps = nn.ModuleList(MLP(width, hidden, width, 2, nn.GELU) for _ in range(blocks))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)

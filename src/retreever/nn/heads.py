@@ -6,12 +6,13 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from retreever.arguments import check_choice, check_int
 from retreever.nn.blocks import MLP
+from retreever.nn.layer_norm import LayerNorm
 
 Head = Literal["gaussian", "bounded", "categorical", "point"]
 HEADS: tuple[Head, ...] = ("gaussian", "bounded", "categorical", "point")
@@ -31,8 +32,8 @@ class GaussianHead(nn.Module):
         return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
 
     def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
-        """Negative log-likelihood of every query, summed over outputs."""
-        return -dist.log_prob(y)
+        """Negative log-likelihood of every query, summed over known outputs."""
+        return -log_likelihood(dist, y)
 
 
 class CategoricalHead(nn.Module):
@@ -62,8 +63,23 @@ class PointHead(nn.Module):
         return Independent(Normal(mean, torch.ones_like(mean), validate_args=False), 1, validate_args=False)
 
     def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
-        """Squared error of every query, summed over outputs."""
-        return (dist.mean - y).square().sum(dim=-1)
+        """Squared error of every query, summed over known outputs."""
+        return squared_error(dist, y)
+
+
+def log_likelihood(dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "b m"]:
+    """Of every query, summed over its outputs; those whose truth is NaN are not known and count 0."""
+    if not isinstance(dist, Independent):
+        return dist.log_prob(y)
+    known = ~y.isnan()
+    each = dist.base_dist.log_prob(y.masked_fill(~known, 0))
+    return each.masked_fill(~known, 0).sum(dim=-1)
+
+
+def squared_error(dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
+    """Of the mean, for every query, summed over its outputs; those whose truth is NaN are not known and count 0."""
+    known = ~y.isnan()
+    return (dist.mean - y.masked_fill(~known, 0)).masked_fill(~known, 0).square().sum(dim=-1)
 
 
 AnyHead = GaussianHead | CategoricalHead | PointHead
@@ -83,4 +99,4 @@ def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = Fals
 def _predictor(dim: int, hidden: int, width: int, norm: bool) -> nn.Module:
     """Two linear layers, behind a norm when the features come from a pre-norm residual stream."""
     layers = MLP(dim, hidden, width, 2)
-    return nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers
+    return nn.Sequential(LayerNorm(dim), layers) if norm else layers

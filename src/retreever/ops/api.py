@@ -13,6 +13,7 @@ from torch import Tensor
 from retreever.arguments import check_choice, reject
 from retreever.checks import check_float, check_mask, check_same, check_tensor
 from retreever.errors import BackendError
+from retreever.nn.fused_attention import attention
 from retreever.ops.reference import full_attention_reference, tree_attention_reference
 from retreever.tree.plan import TreePlan
 
@@ -63,7 +64,7 @@ def tree_attention(
     """
     if not _fits(q, keys, values, plan, node_mask, noise):
         _explain(q, keys, values, plan, node_mask, noise)
-    return TreeAttention(*_backend(impl, q)(q, keys, values, plan, node_mask, noise))
+    return TreeAttention._make(_backend(impl, q)(q, keys, values, plan, node_mask, noise))
 
 
 def full_attention(
@@ -76,6 +77,9 @@ def full_attention(
     """Attend to all real leaves of the tree instead of searching it (ReTreever-Full, and the L_CA term)."""
     if not _fits(q, keys, values, plan, node_mask, None):
         _explain(q, keys, values, plan, node_mask, None)
+    if q.is_cuda and torch.is_grad_enabled():  # trained by fused kernels there
+        leaves = slice(plan.leaf_offset, None)
+        return attention(q, keys[:, leaves], values[:, leaves], None if node_mask is None else node_mask[:, leaves])
     return full_attention_reference(q, keys, values, plan, node_mask)
 
 
@@ -95,14 +99,19 @@ _RESOLVED: dict[tuple[str, str, torch.dtype], Backend] = {}
 
 def _backend(impl: Impl, q: Tensor) -> Backend:
     """The function behind a name, found once per kind of tensors."""
-    kind = (impl, q.device.type, q.dtype)
-    if kind in _RESOLVED:
-        return _RESOLVED[kind]
+    kind = (impl, "cpu" if q.is_cpu else q.device.type, q.dtype)  # asking for the device takes four times as long
+    found = _RESOLVED.get(kind)
+    if found is not None:
+        return found
     name = _choose(*kind)
     if name == "triton":
-        from retreever.ops.triton import tree_attention_triton as found
+        from retreever.ops.triton import tree_attention_triton
+
+        found = tree_attention_triton
     elif name == "numba":
-        from retreever.ops.numba import tree_attention_numba as found
+        from retreever.ops.numba import tree_attention_numba
+
+        found = tree_attention_numba
     else:
         found = tree_attention_reference
     if not torch.compiler.is_compiling():

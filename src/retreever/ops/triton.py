@@ -28,6 +28,8 @@ except ImportError:
 
 # Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), which takes tensors of any device.
 INTERPRETING = triton is not None and not isinstance(kernels.descend, triton.runtime.JITFunction)
+# Bytes of queries from which on a search of a binary tree is limited by how much it reads, not by how long reads take.
+MANY_BYTES = 1 << 21
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -253,14 +255,29 @@ def _descend(
     output, path, log_prob, entropy, lse = results = _new_outputs(q, save)
     b, m, h, e = q.shape
     tile = _query_tile((b * m).bit_length(), branch if depth else 1, tree.widest, h, e)
+    late = _late(q, tree, tile)
+    # With 64 registers a thread 32 warps run on a processor side by side: 4,096 queries do not come in two shifts.
+    options = tile.options | {"maxnreg": 64} if late else tile.options
     with _device_of(q):
         kernels.descend[(-(-b * m // tile.queries),)](
             *operands.tensors, None if noise is None else noise.contiguous(),
             output, path, log_prob, entropy, lse if save else None,
             b * m, m, depth, block, tree.leaf_offset, *operands.strides,
-            operands.unit, branch, h, e, *operands.head_strides, *tile.shape, **tile.options,
+            operands.unit, branch, h, e, *operands.head_strides, *tile.shape, late, **options,
         )  # fmt: skip
     return results
+
+
+def _late(q: Tensor, tree: _Tree, tile: _QueryTile) -> bool:
+    """Whether values are read after the choice: half the bytes, but two waits a level instead of one.
+
+    It pays once the queries under way together ask for more than memory delivers; and of more than two children nearly
+    all are rejected, so there is little to save.
+    """
+    b, m, h, e = q.shape
+    _, children, padded, *_ = tile.shape
+    binary = tree.branch == 2 and children == padded == 2
+    return bool(binary and b * m * h * e * q.element_size() >= MANY_BYTES)
 
 
 def _gradients(

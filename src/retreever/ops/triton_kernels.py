@@ -113,6 +113,13 @@ def absorb(scores, v, top, total, mixed):
 
 
 @triton.jit
+def sibling(scores, taken, values, row, HEAD_STRIDE: tl.constexpr, HEADS, WIDTH, H: tl.constexpr, E: tl.constexpr):
+    """Of two children the one not taken: its scores (M, 1, H) and its value (M, 1, H, E), 0 where it is padding."""
+    other = tl.sum(tl.where(taken[:, :, None], 0.0, scores), axis=1)[:, None, :]
+    return other, tile(values, row[:, None], tl.max(other, axis=2) > float("-inf"), HEAD_STRIDE, HEADS, WIDTH, H, E)
+
+
+@triton.jit
 def load_queries(
     q, keys, values, queries, m, q_batch, q_row, key_batch, value_batch, UNIT: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, Q_HEAD: tl.constexpr, M: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
@@ -144,12 +151,13 @@ def descend(
     queries, m, depth, block, leaf_offset, q_batch, q_row, key_batch, key_row, value_batch, value_row, mask_batch,
     UNIT: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, Q_HEAD: tl.constexpr,
     KEY_HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr, M: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
-    H: tl.constexpr, E: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Walk M queries from the root to their leaf blocks.
 
     Each level waits for the one before, so little may stand between a score and the next load: keys and values of all
-    children are asked for at once, before it is known which child is taken.
+    children are asked for at once, before it is known which child is taken. Only when so many queries wait that memory
+    is the limit, and the tree is binary (LATE), is the value of the one rejected child read, once it is known.
     """
     index, live, batch, q_tile, key_base, value_base = load_queries(
         q, keys, values, queries, m, q_batch, q_row, key_batch, value_batch, UNIT, HEADS, WIDTH, Q_HEAD, M, H, E
@@ -161,10 +169,11 @@ def descend(
     first = tl.zeros((M,), tl.int64)  # row of the first child
     path_log_prob, path_entropy = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
     # Running maxima start at the lowest finite number: minus infinity less it is minus infinity, not NaN.
-    top, total = tl.full((M, C, H), -3.4028234663852886e38, tl.float32), tl.zeros((M, C, H), tl.float32)
-    mixed = tl.zeros((M, C, H, E), tl.float32)
+    SLOTS: tl.constexpr = 1 if LATE else C
+    top, total = tl.full((M, SLOTS, H), -3.4028234663852886e38, tl.float32), tl.zeros((M, SLOTS, H), tl.float32)
+    mixed = tl.zeros((M, SLOTS, H, E), tl.float32)
     for level in range(depth):
-        if KP == C:
+        if KP == C and not LATE:
             k, v, real = family(key_base, value_base, mask, first, slot, K, key_row, value_row,
                                 KEY_HEAD, VALUE_HEAD, HEADS, WIDTH, H, E)  # fmt: skip
             scores = score(q_tile, k, real)
@@ -177,10 +186,15 @@ def descend(
             uniform = tl.load(noise + index * depth + level)
         chosen = choose(policy, uniform, K, KP)
         taken = tl.arange(0, KP)[None, :] == chosen[:, None]
+        if LATE:
+            others, v = sibling(scores, taken, value_base, (first + 1 - chosen) * value_row,
+                                VALUE_HEAD, HEADS, WIDTH, H, E)  # fmt: skip
         log_pi = log_policy(policy)
         path_log_prob += tl.sum(tl.where(taken, log_pi, 0.0), axis=1)
         path_entropy -= tl.sum(policy * log_pi, axis=1)
-        if KP == C:
+        if LATE:
+            top, total, mixed = absorb(others, v, top, total, mixed)
+        elif KP == C:
             others = tl.where(taken[:, :, None], float("-inf"), scores)
             top, total, mixed = absorb(others, v, top, total, mixed)
         else:
@@ -192,6 +206,10 @@ def descend(
                 top, total, mixed = absorb(others, v, top, total, mixed)
         first = (first + chosen + 1) * K
     leaf_block = (first - leaf_offset) // K
+    if LATE:  # one slot for each leaf; what was gathered on the way down stays in the first
+        top = tl.broadcast_to(top, (M, C, H))
+        total = tl.where(slot[:, :, None] == 0, total, 0.0)
+        mixed = tl.where(slot[:, :, None, None] == 0, mixed, 0.0)
     for start in range(0, block, C):
         k, leaf_v, real = family(key_base, value_base, mask, leaf_offset + leaf_block * block, start + slot, block,
                                  key_row, value_row, KEY_HEAD, VALUE_HEAD, HEADS, WIDTH, H, E)  # fmt: skip

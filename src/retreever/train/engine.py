@@ -17,10 +17,10 @@ from retreever.objective import Loss
 from retreever.tasks.padding import Room
 from retreever.train.config import TrainConfig
 from retreever.train.distributed import Ranks, synchronised
-from retreever.train.score import evaluate
 from retreever.train.graph import capture
 from retreever.train.optimise import autocast, learning_rate, make_optimiser, numerics, set_rate
 from retreever.train.protocols import Model, Padded, Progress, Record, Searches, Task, Watcher
+from retreever.train.score import evaluate
 
 ALONE = Ranks()
 PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data

@@ -52,7 +52,7 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """The settings the run was started with."""
-        return _read_json(self.path / "config.json")
+        return read_json(self.path / "config.json")
 
     def add_metrics(self, row: dict[str, Any]) -> None:
         """Append one line."""
@@ -74,7 +74,8 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -31,7 +31,12 @@ class MeanAggregator(nn.Module):
 
 
 class TransformerAggregator(nn.Module):
-    """One transformer layer among the children, then their mean: the paper's aggregator, one for all levels."""
+    """One transformer layer among the children, then their mean: the paper's aggregator, one for all levels.
+
+    `fused = False` leaves training to torch, level by level.
+    """
+
+    fused = True
 
     def __init__(self, dim: int, heads: int, hidden: int, residual: Residual = "pre", dropout: float = 0.0) -> None:
         super().__init__()

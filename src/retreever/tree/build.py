@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from retreever.arguments import reject
 from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
-from retreever.nn.blocks import triton_installed
+from retreever.nn.triton_here import triton_installed
 from retreever.tree.aggregate import TransformerAggregator
+from retreever.tree.ascent import ascend, fits
 from retreever.tree.layout import leaf_layout
 from retreever.tree.plan import TreePlan
 
@@ -67,6 +68,10 @@ def build_nodes(
     level, real = _leaves(context, plan, mask)
     if isinstance(aggregator, TransformerAggregator) and _one_launch_per_level(aggregator, branch, context):
         return plan, *_aggregate_in_place(aggregator, plan, level, real)
+    if isinstance(aggregator, TransformerAggregator) and aggregator.fused and fits(aggregator.layer, plan, level):
+        steps = None if real is None else _level_masks(plan, real)
+        nodes = ascend(aggregator.layer, plan, level, steps, detach)
+        return plan, nodes, None if steps is None else torch.cat(steps[::-1], dim=1)
     levels, masks = [level], [real]
     for blocks in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
         level, real = _summarise(level, real, blocks, aggregator, detach)
@@ -93,7 +98,7 @@ def _leaves(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tenso
     if mask is None and plan.full:
         return context, None
     if mask is None:
-        layout = leaf_layout(plan, torch.tensor([plan.n], device=context.device))
+        layout = leaf_layout(plan, torch.full((1,), plan.n, device=context.device))
         leaves = context[:, layout.index[0]].masked_fill(~layout.real[..., None], 0)
         return leaves, layout.real.expand(context.shape[0], -1)
     layout = leaf_layout(plan, mask.sum(dim=1))
@@ -108,9 +113,9 @@ def _one_launch_per_level(aggregator: TransformerAggregator, branch: int, contex
         return False
     if (aggregator.training and aggregator.layer.dropout) or not triton_installed():
         return False
-    from retreever.tree.aggregate_kernel import fits
+    from retreever.tree import aggregate_kernel
 
-    return fits(aggregator.layer, branch, context)
+    return aggregate_kernel.fits(aggregator.layer, branch, context)
 
 
 def _aggregate_in_place(
@@ -121,18 +126,18 @@ def _aggregate_in_place(
 
     nodes = leaves.new_empty(leaves.shape[0], plan.nodes, leaves.shape[2])
     nodes[:, plan.leaf_offset :] = leaves
-    mask = None if real is None else _node_mask(plan, real)
+    mask = None if real is None else torch.cat(_level_masks(plan, real)[::-1], dim=1)
     aggregate_levels(aggregator.layer, plan, nodes, mask)
     return nodes, mask
 
 
-def _node_mask(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> Bool[Tensor, "b t"]:
-    """A node is real when any leaf below it is."""
+def _level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Tensor, "b _"]]:
+    """A node is real when any leaf below it is; level by level, from the leaves up."""
     levels = [real]
     for parents in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
-        below = levels[0]
-        levels.insert(0, below.reshape(real.shape[0], parents, below.shape[1] // parents).any(dim=2))
-    return torch.cat(levels, dim=1)
+        below = levels[-1]
+        levels.append(below.reshape(real.shape[0], parents, below.shape[1] // parents).any(dim=2))
+    return levels
 
 
 def _summarise(

@@ -1,0 +1,46 @@
+"""Attention among siblings, forward and backward by hand: `ascent` runs it on one level of a tree at a time.
+
+Queries, keys and values of a family lie side by side (g, k, 3, h, e), queries already scaled; the share a child gives a
+sibling is one of (g, k, k, h), query before key.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Families = Float[Tensor, "g k 3 h e"]
+Pairs = Float[Tensor, "g k k h"]
+
+
+def attend(
+    qkv: Families, shares: Pairs, factor: Pairs | None, mask: Bool[Tensor, "g k"] | None, out: Float[Tensor, "r d"]
+) -> None:
+    """Write the attention weights, before dropout by `factor`, into `shares` and what they read into `out`."""
+    q, keys, values = qkv.unbind(dim=2)
+    scores = (q[:, :, None] * keys[:, None]).sum(dim=-1)
+    if mask is not None:  # a family of padding alone would have a softmax over nothing; its result is dropped
+        visible = mask | ~mask.any(dim=1, keepdim=True)
+        scores.masked_fill_(~visible[:, None, :, None], -math.inf)
+    torch.ops.aten._softmax.out(scores, 2, False, out=shares)
+    used = shares if factor is None else shares * factor
+    torch.sum(used[..., None] * values[:, None], dim=2, out=out.view(q.shape))
+
+
+def attend_backward(
+    qkv: Families, shares: Pairs, factor: Pairs | None, grad: Float[Tensor, "r d"], out: Families
+) -> None:
+    """From the gradient of what was read, write that of queries, keys and values into `out`."""
+    q, keys, values = qkv.unbind(dim=2)
+    d_q, d_keys, d_values = out.unbind(dim=2)
+    slope = grad.view(q.shape)[:, :, None]
+    d_shares, used = (slope * values[:, None]).sum(dim=-1), shares
+    if factor is not None:
+        d_shares, used = d_shares * factor, shares * factor
+    torch.sum(used[..., None] * slope, dim=1, out=d_values)
+    d_scores = torch.ops.aten._softmax_backward_data(d_shares, shares, 2, shares.dtype)[..., None]
+    torch.sum(d_scores * keys[:, None], dim=2, out=d_q)
+    torch.sum(d_scores * q[:, :, None], dim=1, out=d_keys)
