@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retreever.models.transformer_ca import TransformerCA
     from retreever.objective import Loss, ObjectiveConfig
     from retreever.ops.api import full_attention, tree_attention
+    from retreever.pretrained.load import load_pretrained
     from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
@@ -45,6 +46,7 @@ __all__ = [
     "collate",
     "full_attention",
     "leaf_order",
+    "load_pretrained",
     "tree_attention",
 ]
 
@@ -58,6 +60,7 @@ _HOME = {
     "models.transformer_ca": ("TransformerCA",),
     "objective": ("Loss", "ObjectiveConfig"),
     "ops.api": ("full_attention", "tree_attention"),
+    "pretrained.load": ("load_pretrained",),
     "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),

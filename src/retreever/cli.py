@@ -14,7 +14,8 @@ from tyro.conf import subcommand as named
 from retreever.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
 from retreever.errors import RetreeverError
 from retreever.experiments.options import Collect, Experiment, Figure, Results, Table
-from retreever.recipes.options import Evaluate, TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
+from retreever.pretrained.options import Evaluate, Pretrained
+from retreever.recipes.options import TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
 from retreever.tasks.data_options import Data
 
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
@@ -106,6 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
         Annotated[Demo, named("demo")]
         | Annotated[Train, named("train")]
         | Annotated[Evaluate, named("eval")]
+        | Annotated[Pretrained, named("pretrained")]
         | Annotated[Data, named("data")]
         | Annotated[Experiment, named("experiment")]
         | Annotated[Collect, named("collect")]

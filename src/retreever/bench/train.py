@@ -21,10 +21,11 @@ from retreever.models.retreever import ReTreever, ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.nn.blocks import FeedForward
 from retreever.nn.dropout import Dropout
+from retreever.nn.layer_norm import LayerNorm
 from retreever.report.tables import Table
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig
-from retreever.train.engine import Trainer
+from retreever.train.engine import AHEAD, Trainer
 from retreever.tree.aggregate import TransformerAggregator
 
 CROSS, TREE, PLAIN = "Cross Attention", "TCA", "TCA, plain torch"
@@ -38,7 +39,10 @@ def run_train(options: TrainBench) -> None:
     options = _sizes(run, options)
     run = replace(run, options=options)
     rows = [row for n in options.n for row in step_rows(run, CopyTask(n), options)]
-    run.publish(rows, [train_table(run, rows)], partial(draw_train, run, rows), {"faster_than_plain": _ratios(rows)})
+    summary: dict[str, Any] = {"faster_than_plain": _ratios(rows)}
+    if run.device.type == "cuda":
+        summary["engine"] = [engine_overhead(run, CopyTask(n), options) for n in options.n]
+    run.publish(rows, [train_table(run, rows)], partial(draw_train, run, rows), summary)
 
 
 def step_rows(run: Run, task: CopyTask, options: TrainBench) -> Rows:
@@ -59,6 +63,25 @@ def step_rows(run: Run, task: CopyTask, options: TrainBench) -> Rows:
     return [{**row, **_split(row["method"], kinds)} for row in rows]
 
 
+def engine_overhead(run: Run, task: CopyTask, options: TrainBench) -> Row:
+    """A step of the training loop, its checks of losses included, against the bare replay of its graph."""
+    far = 10**9
+    config = TrainConfig(batch=options.batch, steps=far, evaluate_every=far, save_every=far)
+    trainer = Trainer(models(run)[TREE], task, config, str(run.device))
+    trainer.advance()
+    (graph,) = trainer.graphs.values()
+
+    def bare() -> None:
+        with torch.cuda.stream(trainer.queue):
+            for _ in range(AHEAD):
+                graph.replay()
+
+    timings = time_together({"bare": [bare], "engine": [trainer.advance]}, run.device, "eager", run.limits)
+    us = {name: round(1e6 * timing.seconds / AHEAD, 2) for name, timing in timings.items()}
+    progress(f"engine, N={task.n:,}, {AHEAD} steps", timings)
+    return {"n": task.n, "bare_us": us["bare"], "engine_us": us["engine"], "ratio": us["engine"] / us["bare"]}
+
+
 def models(run: Run) -> dict[str, AnyModel]:
     """Cross attention and the tree, twice: with the fastest backend there is and in plain torch."""
     shared: dict[str, Any] = {"dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical", "dropout": 0.1}
@@ -76,7 +99,7 @@ def models(run: Run) -> dict[str, AnyModel]:
 def plain_layers(model: nn.Module) -> None:
     """Torch's own dropout and gradients throughout."""
     for module in model.modules():
-        if isinstance(module, Dropout | FeedForward | TransformerAggregator):
+        if isinstance(module, Dropout | FeedForward | LayerNorm | TransformerAggregator):
             module.fused = False
 
 

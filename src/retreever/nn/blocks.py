@@ -29,7 +29,10 @@ FEW = 16
 
 
 class MLP(nn.Sequential):
-    """`depth` linear layers with an activation between them."""
+    """`depth` linear layers with an activation between them, for coordinates, values and predictions.
+
+    Those need all their digits: under autocast it stays in full precision.
+    """
 
     def __init__(
         self, width_in: int, hidden: int, width_out: int, depth: int, activation: type[nn.Module] = nn.ReLU
@@ -39,6 +42,12 @@ class MLP(nn.Sequential):
         for left, right in pairwise(widths):
             layers += [nn.Linear(left, right), activation()]
         super().__init__(*layers[:-1])
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
 
 
 class FeedForward(nn.Module):

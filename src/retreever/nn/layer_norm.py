@@ -12,10 +12,13 @@ from retreever.nn.triton_here import triton_installed
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` over the last axis."""
+    """`nn.LayerNorm` over the last axis; `fused = False` leaves gradients to torch everywhere."""
+
+    fused = True
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        if not (x.is_cuda and torch.is_grad_enabled()) or torch.compiler.is_compiling() or not triton_installed():
+        train = self.fused and x.is_cuda and torch.is_grad_enabled()
+        if not train or torch.compiler.is_compiling() or not triton_installed():
             return super().forward(x)
         from retreever.nn.layer_norm_kernel import FusedLayerNorm, fits
 

@@ -51,7 +51,7 @@ def _model(
     kind: str, settings: Settings, shared: dict[str, Any], order: Any, axis: int = 0, reward: Any = None
 ) -> AnyModel:
     paper = settings.preset == "paper"
-    shared |= {"residual": "normalised" if paper else "pre"}
+    shared |= {"residual": "normalised" if paper else getattr(settings, "residual", "pre")}
     if kind == "transformer-ca":
         return TransformerCA(ModelConfig(**shared))
     if kind == "perceiver-io":

@@ -17,7 +17,7 @@ from retreever.checks import find_device
 from retreever.errors import CheckpointError, ConfigError
 from retreever.models.retreever import ReTreever
 from retreever.recipes.build import AnyModel, TestableTask
-from retreever.recipes.options import RECIPES, Evaluate, Where
+from retreever.recipes.options import RECIPES, Where
 from retreever.recipes.settings import Settings
 from retreever.tasks.gp import GPTask, Kernel
 from retreever.tasks.seeds import derive_seed
@@ -139,6 +139,14 @@ def test_scores(model: AnyModel, tests: Tests, device: str, batches: int | None 
     return scores
 
 
+def scores_of(settings: Settings, model: AnyModel, data: Path | None, device: str) -> dict[str, float]:
+    """The scores a run with these settings ends with, taken again, on the device called `device`."""
+    target = str(find_device(device))
+    module: nn.Module = model
+    module.to(target)
+    return test_scores(model, settings.make_tests(data), target, QUICK_BATCHES if settings.quick else None)
+
+
 def load_run(path: Path, checkpoint: str = "best") -> tuple[Settings, AnyModel, int]:
     """Settings, trained model and steps of a run folder."""
     folder = RunFolder(path)
@@ -156,14 +164,11 @@ def load_run(path: Path, checkpoint: str = "best") -> tuple[Settings, AnyModel, 
     return settings, model, int(state["step"])
 
 
-def evaluate_run(options: Evaluate) -> None:
+def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str) -> None:
     """Test scores of a run's best or newest weights."""
-    settings, model, steps = load_run(options.what, options.checkpoint)
-    device = str(find_device(options.device))
-    module: nn.Module = model
-    module.to(device)
-    scores = test_scores(model, settings.make_tests(options.data), device, QUICK_BATCHES if settings.quick else None)
-    print(f"{options.what}: test {settings.metric} after {steps} steps: {_told(scores, 4)}")
+    settings, model, steps = load_run(run, checkpoint)
+    scores = scores_of(settings, model, data, device)
+    print(f"{run}: test {settings.metric} after {steps} steps: {_told(scores, 4)}")
 
 
 def evaluate_oracle(kernel: Kernel) -> None:

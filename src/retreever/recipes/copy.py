@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class CopySettings(Settings):
     """One run on the copy task."""
 
+    steps: int = 6_000
+    batch: int = 64
+    evaluate_every: int = 500
+    save_every: int = 1_000
     n: int = 256
     """Length of the sequences, a power of two; half of it is context."""
     model: Literal["tca", "ca", "perceiver-io"] = "tca"

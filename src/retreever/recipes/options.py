@@ -92,10 +92,10 @@ class TrainActivity(Launch, ActivitySettings):
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateRun:
     """Score a trained run on its test set, or the exact posterior: `retreever eval gp --model oracle`."""
 
-    what: Positional[Path]
+    what: Positional[Path | None] = None
     """Folder of a run, or gp."""
     checkpoint: Literal["best", "last"] = "best"
     """Which weights: those that did best on validation, or the newest."""
@@ -110,13 +110,16 @@ class Evaluate:
 
     oracles: ClassVar[tuple[str, ...]] = ("gp",)
 
-    def run(self) -> None:
-        """Do it."""
+    def run(self) -> int:
+        """Do it; 0, as nothing is compared."""
         from retreever.recipes.command import evaluate_oracle, evaluate_run
 
+        if self.what is None:
+            reject("what", "the folder of a run, or --pretrained NAME", "none")
         if self.model == "oracle":
             if str(self.what) not in self.oracles:
                 reject("what", "gp, the task whose exact posterior is known", repr(str(self.what)))
             evaluate_oracle(self.kernel)
         else:
-            evaluate_run(self)
+            evaluate_run(self.what, self.checkpoint, self.data, self.device)
+        return 0

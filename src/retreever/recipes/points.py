@@ -25,6 +25,8 @@ class PointSettings(Settings):
     """Width of feed-forward layers."""
     dropout: float = 0.0
     """Dropout of all models."""
+    residual: Literal["pre", "normalised"] = "pre"
+    """Residuals around the norm, or on normalised inputs as in the paper's code."""
     order: Order = "kd"
     """How tokens are laid on the leaves."""
     axis: int = 0

@@ -63,7 +63,7 @@ class Trainer:
         self.step, self.seconds, self._settled = 0, 0.0, 0
         self.history: list[Record] = []
         self._since: float | None = None
-        self._graphs: dict[Room, torch.cuda.CUDAGraph] = {}
+        self.graphs: dict[Room, torch.cuda.CUDAGraph] = {}
         self._validation: list[Batch] = []
 
     @property
@@ -112,8 +112,8 @@ class Trainer:
         """Wait for the steps so far, check their losses, and look at validation when it is time."""
         with self.working():
             rows = self.terms[self._settled - self.step :].tolist()
-        for back, row in enumerate(reversed(rows)):
-            _check_loss(Loss(*row), self.step - back)
+        for step, row in enumerate(rows, self.step + 1 - len(rows)):
+            _check_loss(Loss(*row), step)
         self._settled = self.step
         due = self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
         value = self._validate() if due else None
@@ -148,9 +148,9 @@ class Trainer:
         n, m, self.room = self.task.draw_sizes(self.sizing)
         self.sizes[0].fill_(n)
         self.sizes[1].fill_(m)
-        if self.room not in self._graphs:
-            self._graphs[self.room] = capture(self, next(iter(self._graphs.values()), None))
-        self._graphs[self.room].replay()
+        if self.room not in self.graphs:
+            self.graphs[self.room] = capture(self, next(iter(self.graphs.values()), None))
+        self.graphs[self.room].replay()
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -73,7 +73,7 @@ def fits(layer: AttentionBlock, plan: TreePlan, leaves: Tensor) -> bool:
     wanted = torch.is_grad_enabled() and (leaves.requires_grad or layer.to_q.weight.requires_grad)
     watched = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
     covered = layer.residual == "pre" and layer.feed_forward is not None and layer.to_q.bias is None
-    covered = covered and plan.depth > 0 and plan.branch**2 <= FEW
+    covered = covered and plan.depth > 0 and plan.branch**2 <= FEW and leaves.numel() > 0
     return wanted and covered and not watched and not torch.is_autocast_enabled(leaves.device.type)
 
 

@@ -1,0 +1,156 @@
+"""The card beside trained weights: what they are, what they were trained on, what they score. Free of torch.
+
+Weights are two files: NAME.safetensors, model tensors alone, and NAME.json, the card, with the settings of the recipe
+that build the model and the sha256 that the tensors must have.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from retreever.arguments import reject
+from retreever.errors import CheckpointError
+from retreever.files import os_errors
+
+FORMAT = 1
+MAX_BYTES = 2_000_000  # of either file
+TOLERANCE = 1e-3
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "str": str, "int": int, "float": (int, float), "dict": dict, "list": list,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Card:
+    """A model card.
+
+    Attributes:
+        name: of the weights, and of their files.
+        title: what the model does.
+        use: what goes in and what comes out.
+        limits: what it is not for.
+        data: what it was trained and tested on.
+        terms: of those data.
+        license: of the weights.
+        settings: of the recipe, task, model, batch and seed among them; they build the model.
+        steps: trained.
+        best_step: after which the weights did best on validation, which are these.
+        metric: what is scored; more is better.
+        scores: on every test set; the first is the main one, "full" reads all leaves with the same weights.
+        validation: the score there.
+        tolerance: within which scoring again gives the same, relative where a score is larger than one.
+        tokens: read per query when the context has `context` tokens.
+        context: the largest one, as the paper counts.
+        parameters: how many numbers were trained.
+        seconds: of training.
+        hardware: it was trained on.
+        versions: of the software.
+        size: of the weights in bytes.
+        sha256: of the weights.
+        probe: what the model predicts for a small made-up context, in float64.
+        format: version of this file's format.
+    """
+
+    name: str
+    title: str
+    use: str
+    limits: str
+    data: str
+    terms: str
+    license: str
+    settings: dict[str, Any]
+    steps: int
+    best_step: int
+    metric: str
+    scores: dict[str, float]
+    validation: float
+    tolerance: float
+    tokens: int
+    context: int
+    parameters: int
+    seconds: float
+    hardware: str
+    versions: dict[str, str]
+    size: int
+    sha256: str
+    probe: list[float]
+    format: int = FORMAT
+
+    def to_text(self) -> str:
+        """As the file holds it."""
+        return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
+
+    def differs(self, scores: dict[str, float]) -> list[str]:
+        """Which of `scores`, that were taken again, are not those of the card."""
+
+        def same(ours: float, card: float) -> bool:
+            return abs(ours - card) <= self.tolerance * max(1.0, abs(card))  # NaN is never the same
+
+        return [name for name, card in self.scores.items() if not same(scores.get(name, math.nan), card)]
+
+
+def weights_folder(folder: str | Path | None = None) -> Traversable:
+    """Where weights are: `folder`, or inside the package."""
+    return Path(folder) if folder is not None else files("retreever").joinpath("pretrained").joinpath("weights")
+
+
+def pretrained_names(folder: str | Path | None = None) -> list[str]:
+    """Names of all weights that came with the package, or lie in `folder`."""
+    place = weights_folder(folder)
+    with os_errors(str(place), "cannot be read", CheckpointError):
+        found = place.iterdir() if place.is_dir() else iter(())
+        return sorted(file.name.removesuffix(".json") for file in found if file.name.endswith(".json"))
+
+
+def read_card(name: str, folder: str | Path | None = None) -> Card:
+    """The card of that name; an unknown name is an `InputError` that lists what there is."""
+    known, place = pretrained_names(folder), weights_folder(folder)
+    if name not in known:
+        where = f" in {folder}" if folder is not None else ""
+        reject("name", f"one of {', '.join(known)}{where}" if known else f"weights, of which there are none{where}",
+               repr(name))  # fmt: skip
+    file = place.joinpath(f"{name}.json")
+    try:
+        found = json.loads(read_bytes(file, MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected JSON, got {error}") from None
+    return _checked(file, name, found)
+
+
+def read_bytes(file: Traversable, most: int) -> bytes:
+    """All of a file that has at most so many bytes."""
+    with os_errors(str(file), "cannot be read", CheckpointError), file.open("rb") as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise CheckpointError(f"{file}: expected at most {most} bytes, got more")
+    return data
+
+
+def _checked(file: Traversable, name: str, found: Any) -> Card:
+    """A card whose entries are all there and of their types."""
+
+    def fail(key: str, expected: object, got: object) -> None:
+        raise CheckpointError(f"{file}: {key}: expected {expected}, got {got}")
+
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, got {type(found).__name__}")
+    if found.get("format") != FORMAT:
+        fail("format", FORMAT, repr(found.get("format")))
+    kinds = {f.name: str(f.type).partition("[")[0] for f in fields(Card)}
+    for key in kinds | found:
+        if key not in kinds or key not in found:
+            fail(key, *(("an entry", "none") if key in kinds else ("no such entry", "one")))
+        if not isinstance(found[key], _KINDS[kinds[key]]) or isinstance(found[key], bool):
+            fail(key, kinds[key], type(found[key]).__name__)
+    for key, value in [("tolerance", found["tolerance"]), *((f"scores.{k}", v) for k, v in found["scores"].items())]:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            fail(key, "a finite number", repr(value))
+    if found["name"] != name:
+        fail("name", repr(name), repr(found["name"]))
+    return Card(**found)
