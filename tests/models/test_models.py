@@ -87,7 +87,9 @@ def number(scalar: Tensor) -> float:
 @models_with_encoders
 def test_every_combination_predicts_and_trains(kind: type[nn.Module], encoder: str, head: str, inputs: str) -> None:
     """A distribution per query, a finite loss, and a gradient for every parameter."""
-    module = model(kind, encoder=encoder, head=head, inputs=inputs, dim_x=1 if inputs == "sequence" else 2)
+    open_gate = {"objective": ObjectiveConfig(gate="open")} if kind is ReTreever else {}
+    dim_x = 1 if inputs == "sequence" else 2
+    module = model(kind, encoder=encoder, head=head, inputs=inputs, dim_x=dim_x, **open_gate)
     data = batch(head=head, inputs=inputs)
     dist = module.predict(data.xc, data.yc, data.xt)
     assert isinstance(dist, Distribution) and dist.batch_shape == (3, 5)

@@ -56,7 +56,7 @@ def test_the_preset_changes_what_the_paper_does_differently_and_nothing_else() -
     preset = config.as_published()
     changed = {name for name in vars(config) if getattr(config, name) != getattr(preset, name)}
     assert changed == {"detach", "residual", "objective"} and preset.detach and preset.residual == "doubled"
-    assert preset.objective == ObjectiveConfig(baseline="none")
+    assert preset.objective == ObjectiveConfig(baseline="none", gate="open")
     assert preset.as_published() == preset
 
 

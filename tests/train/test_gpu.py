@@ -85,14 +85,14 @@ def test_in_company_a_run_has_the_bits_it_has_alone(settings: Settings, tmp_path
 
 @both
 def test_a_graph_learns_as_separate_kernels_do(settings: Settings) -> None:
-    losses = []
+    metrics = []
     for graph in (True, False):
         trainer = a_trainer(replace(settings, graph=graph, steps=200, evaluate_every=200, deterministic=False))
         assert trainer.graphed is graph
         while not trainer.done:
             trainer.advance()
-        losses.append(trainer.history[-1].loss)
-    assert abs(losses[0] - losses[1]) < 0.6
+        metrics.append(trainer.history[-1].metric)
+    assert abs(metrics[0] - metrics[1]) < (10 if settings.task == "copy" else 0.3)
 
 
 def test_a_loss_that_is_no_number_is_named_with_its_step() -> None:
@@ -100,7 +100,7 @@ def test_a_loss_that_is_no_number_is_named_with_its_step() -> None:
     trainer.advance()
     for _ in range(3):
         trainer.launch()
-    with torch.no_grad():
+    with torch.no_grad(), trainer.working():
         next(iter(trainer.model.parameters())).fill_(torch.nan)
     for _ in range(2):
         trainer.launch()

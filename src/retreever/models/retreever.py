@@ -18,6 +18,7 @@ from retreever.models.config import ModelConfig, embedding, encoder, head, resol
 from retreever.models.inputs import check_context, check_queries, take_targets
 from retreever.objective import (
     REWARDS,
+    Baseline,
     Loss,
     ObjectiveConfig,
     Reward,
@@ -70,12 +71,13 @@ class ReTreeverConfig(ModelConfig):
     def as_published(self) -> ReTreeverConfig:
         """The `paper` preset: the choices of the paper's public code where this library's defaults differ.
 
-        Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, and no
-        reward baseline except minus log of the number of classes for the cross-entropy reward.
+        Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, no gate,
+        and no reward baseline except minus log of the number of classes for the cross-entropy reward.
         """
         cross_entropy = self.objective.reward == "cross-entropy"
         constant = -math.log(self.out) if cross_entropy else 0.0
-        objective = replace(self.objective, baseline="constant" if cross_entropy else "none", constant=constant)
+        baseline: Baseline = "constant" if cross_entropy else "none"
+        objective = replace(self.objective, baseline=baseline, constant=constant, gate="open")
         return replace(self, detach=True, residual="doubled", objective=objective)
 
 
@@ -171,6 +173,7 @@ class ReTreever(nn.Module):
             reward=reward_of(self.reward, dist, yt),
             full_reward=reward_of(self.reward, full, yt),
             mask=mask,
+            chance=math.log(self.config.out) if self.config.head == "categorical" else None,
         )
 
     def tokens(self, n: int) -> int:

@@ -45,9 +45,9 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if not torch.is_autocast_enabled(x.device.type):
-            return super().forward(x)
+            return super().forward(x)  # type: ignore[no-untyped-call]
         with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.float())
+            return super().forward(x.float())  # type: ignore[no-untyped-call]
 
 
 class FeedForward(nn.Module):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from retreever.arguments import reject
 from retreever.errors import CheckpointError
@@ -113,8 +113,8 @@ def read_card(name: str, folder: str | Path | None = None) -> Card:
     known, place = pretrained_names(folder), weights_folder(folder)
     if name not in known:
         where = f" in {folder}" if folder is not None else ""
-        reject("name", f"one of {', '.join(known)}{where}" if known else f"weights, of which there are none{where}",
-               repr(name))  # fmt: skip
+        expected = f"one of {', '.join(known)}" if known else "weights, of which there are none"
+        reject("name", expected + where, repr(name))
     file = place.joinpath(f"{name}.json")
     try:
         found = json.loads(read_bytes(file, MAX_BYTES))
@@ -135,7 +135,7 @@ def read_bytes(file: Traversable, most: int) -> bytes:
 def _checked(file: Traversable, name: str, found: Any) -> Card:
     """A card whose entries are all there and of their types."""
 
-    def fail(key: str, expected: object, got: object) -> None:
+    def fail(key: str, expected: object, got: object) -> NoReturn:
         raise CheckpointError(f"{file}: {key}: expected {expected}, got {got}")
 
     if not isinstance(found, dict):
@@ -144,10 +144,15 @@ def _checked(file: Traversable, name: str, found: Any) -> Card:
         fail("format", FORMAT, repr(found.get("format")))
     kinds = {f.name: str(f.type).partition("[")[0] for f in fields(Card)}
     for key in kinds | found:
-        if key not in kinds or key not in found:
-            fail(key, *(("an entry", "none") if key in kinds else ("no such entry", "one")))
-        if not isinstance(found[key], _KINDS[kinds[key]]) or isinstance(found[key], bool):
-            fail(key, kinds[key], type(found[key]).__name__)
+        if key not in kinds:
+            fail(key, "no such entry", "one")
+        if key not in found or not isinstance(found[key], _KINDS[kinds[key]]) or isinstance(found[key], bool):
+            fail(key, kinds[key], type(found[key]).__name__ if key in found else "none")
+    for key in ("task", "model", "batch", "seed"):
+        if key not in found["settings"]:
+            fail(f"settings.{key}", "an entry", "none")
+    if not found["scores"]:
+        fail("scores", "one or more", "none")
     for key, value in [("tolerance", found["tolerance"]), *((f"scores.{k}", v) for k, v in found["scores"].items())]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             fail(key, "a finite number", repr(value))

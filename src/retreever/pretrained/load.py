@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retreever.errors import CheckpointError, ConfigError
-from retreever.pretrained.card import Card, read_bytes, read_card, weights_folder
+from retreever.pretrained.card import MAX_BYTES, Card, read_bytes, read_card, weights_folder
 from retreever.train.checkpoint import check_fits
 
 if TYPE_CHECKING:
@@ -36,27 +36,28 @@ def load_pretrained(name: str, folder: str | Path | None = None) -> AnyModel:
 def load_weights(card: Card, folder: str | Path | None = None) -> tuple[Settings, AnyModel]:
     """Settings and trained model of a card."""
     place = weights_folder(folder)
-    settings = _settings(card, f"{place.joinpath(card.name)}.json")
     file = place.joinpath(f"{card.name}.safetensors")
-    tensors = _tensors(str(file), read_bytes(file, card.size), card)
-    with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and the caller's random numbers stay theirs
-        model = settings.make_model()
-    module: nn.Module = model.float()
+    tensors = _tensors(str(file), read_bytes(file, MAX_BYTES), card)
+    settings, model = _fresh(card, str(place.joinpath(f"{card.name}.json")))
+    module: nn.Module = model
     check_fits(str(file), tensors, module.state_dict())
     module.load_state_dict(tensors)
     module.eval()
     return settings, model
 
 
-def _settings(card: Card, file: str) -> Settings:
+def _fresh(card: Card, file: str) -> tuple[Settings, AnyModel]:
+    """The model that the card's settings build, its weights yet to come."""
     from retreever.recipes.options import RECIPES
 
     task = card.settings.get("task")
-    if task not in RECIPES:
+    if not isinstance(task, str) or task not in RECIPES:
         raise CheckpointError(f"{file}: settings.task: expected one of {', '.join(RECIPES)}, got {task!r}")
     try:
-        return RECIPES[task].from_json(card.settings)
-    except ConfigError as error:
+        settings = RECIPES[task].from_json(card.settings)
+        with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay theirs
+            return settings, settings.make_model().float()  # whatever the default dtype is
+    except (ConfigError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: settings: {error}") from None
 
 

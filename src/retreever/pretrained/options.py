@@ -28,6 +28,8 @@ class Evaluate(EvaluateRun):
     def run(self) -> int:
         """Do it; 1 when a card's scores were not reproduced."""
         if not self.pretrained:
+            if self.weights is not None:
+                reject("weights", "--pretrained NAME with it", "none")
             return super().run()
         from retreever.pretrained.evaluate import evaluate_pretrained
 
@@ -69,7 +71,7 @@ class PretrainedExport:
     source: Positional[Path]
     """Folder of the run."""
     name: Positional[str]
-    """Of the weights."""
+    """Name of the weights."""
     out: Path = Path("weights")
     """Folder for both files."""
     data_note: str = ""

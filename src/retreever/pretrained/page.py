@@ -66,11 +66,15 @@ def write_page(folder: str | Path | None, out: Path) -> Path:
 def _row(card: Card) -> tuple[str | int, ...]:
     settings = card.settings
     tokens = f"{card.tokens} of {card.context}"
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in card.scores.items())
+    scores = _scores(card, 3)
     return (
         card.name, settings["task"], settings["model"], tokens, card.metric, scores, card.steps, settings["batch"],
         settings["seed"], round(card.size / 1000),
     )  # fmt: skip
+
+
+def _scores(card: Card, digits: int) -> str:
+    return "; ".join(f"{name} {value:.{digits}f}" for name, value in card.scores.items())
 
 
 def _section(card: Card) -> str:
@@ -82,8 +86,7 @@ def _section(card: Card) -> str:
         "Data": f"{card.data}. Terms: {card.terms}.",
         "Training": f"{trained}, {card.seconds:,.0f} s on {card.hardware} ({versions}); weights of step "
         f"{card.best_step:,}, which did best on validation ({card.validation:.4f}).",
-        "Scores": f"{card.metric}: " + ", ".join(f"{name} {value:.4f}" for name, value in card.scores.items())
-        + f"; tolerance {card.tolerance:g}.",
+        "Scores": f"{card.metric}: {_scores(card, 4)}. Tolerance {card.tolerance:g}.",
         "File": f"`{card.name}.safetensors`, {card.size:,} bytes, {card.parameters:,} parameters, license "
         f"{card.license}, sha256 `{card.sha256}`.",
     }  # fmt: skip

@@ -17,6 +17,7 @@ from retreever.checks import find_device
 from retreever.errors import CheckpointError, ConfigError
 from retreever.models.retreever import ReTreever
 from retreever.recipes.build import AnyModel, TestableTask
+from retreever.recipes.figures import draw_run
 from retreever.recipes.options import RECIPES, Where
 from retreever.recipes.settings import Settings
 from retreever.tasks.gp import GPTask, Kernel
@@ -113,6 +114,7 @@ def _finish(plan: Plan, trainer: Trainer, tests: Tests) -> None:
         "versions": {"retreever": __version__, "torch": torch.__version__},
     }
     folder.finish(result)
+    draw_run(folder.path, settings, model, plan.task, trainer.history)
 
 
 def _line(plan: Plan) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class CopySettings(Settings):
     """One run on the copy task."""
 
-    steps: int = 6_000
+    steps: int = 4_000
     batch: int = 64
     evaluate_every: int = 500
     save_every: int = 1_000

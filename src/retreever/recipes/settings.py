@@ -29,6 +29,8 @@ class Settings(TrainConfig):
     """Weight of the policy's loss."""
     lambda_ca: float = 1.0
     """Weight of the loss read over all leaves."""
+    gate: Literal["leaves", "open"] = "leaves"
+    """For classes, train the search as far as reading all leaves has come, or from the start."""
     preset: Literal["default", "paper"] = "default"
     """This library's choices, or those of the paper's public code (its optimiser settings too)."""
     quick: bool = False

@@ -93,6 +93,7 @@ def ranks_of_job(device: str) -> Iterator[tuple[Ranks, str]]:
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
     try:
         yield ranks, device
+        dist.barrier()  # leave together: the first process still evaluates and writes when the others are done
     except (RuntimeError, dist.DistBackendError) as error:
         if isinstance(error, RetreeverError):
             raise

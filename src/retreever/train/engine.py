@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retreever.batch import Batch
 from retreever.errors import RetreeverError
@@ -20,6 +20,7 @@ from retreever.train.distributed import Ranks, synchronised
 from retreever.train.graph import capture
 from retreever.train.optimise import autocast, learning_rate, make_optimiser, numerics, set_rate
 from retreever.train.protocols import Model, Padded, Progress, Record, Searches, Task, Watcher
+from retreever.train.random import OwnDefault
 from retreever.train.score import evaluate
 
 ALONE = Ranks()
@@ -53,7 +54,7 @@ class Trainer:
         self.sizing = data if self.graphed else torch.Generator()  # the host's part of the data: how many points
         self.sizes, self.room = torch.zeros(2, dtype=torch.int64, device=self.device), Room(0, 0)
         self.paths = torch.Generator(device).manual_seed(seed ^ PATHS)
-        self.dropout = torch.Generator(device).manual_seed(config.seed + ranks.rank).get_state()
+        self.dropout = OwnDefault(self.device, config.seed + ranks.rank)
         self.queue: Any = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         assert isinstance(model, nn.Module)
         loss_of = synchronised(model, ranks)
@@ -155,14 +156,8 @@ class Trainer:
     @contextmanager
     def working(self) -> Iterator[None]:
         """On the run's own queue, with torch's own generator, which dropout draws from, in the run's own state."""
-        before = _default_state(self.device)
-        _set_default_state(self.device, self.dropout)
-        try:
-            with torch.cuda.stream(self.queue) if self.queue is not None else nullcontext():
-                yield
-        finally:
-            self.dropout = _default_state(self.device)
-            _set_default_state(self.device, before)
+        with self.dropout.lent(), torch.cuda.stream(self.queue) if self.queue is not None else nullcontext():
+            yield
 
     def _batch(self) -> Batch:
         if self.graphed and isinstance(self.task, Padded):
@@ -188,17 +183,6 @@ def fit(
         if watch is not None:
             watch(progress)
     return trainer.history
-
-
-def _default_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_default_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def _check_loss(loss: Loss, step: int) -> None:

@@ -23,22 +23,21 @@ def capture(trainer: Trainer, other: torch.cuda.CUDAGraph | None = None) -> torc
     The steps that warm up allocate optimiser state, compile kernels and copy data to the device. Graphs of one trainer
     never run at once, so they share the memory of `other`.
     """
-    streams = (trainer.stream, trainer.paths)
-    states = [*(stream.get_state() for stream in streams), torch.cuda.get_rng_state(trainer.device)]
+    streams = (trainer.stream, trainer.paths, trainer.dropout.generator)
+    states = [stream.get_state() for stream in streams]
     kept = [(tensor, tensor.clone()) for tensor in _mutable(trainer)]
     trainer.queue.wait_stream(torch.cuda.default_stream(trainer.device))
     for _ in range(WARM_UP):
         trainer.train()
     trainer.optimiser.zero_grad(set_to_none=True)  # gradients shall live in the graph's own memory
     graph = torch.cuda.CUDAGraph()
-    for stream in streams:
+    for stream in streams[:2]:  # the third is torch's own at the moment, which registers itself
         graph.register_generator_state(stream)
     with torch.cuda.graph(graph, stream=trainer.queue, pool=None if other is None else other.pool()):
         trainer.train()
     _restore(trainer, kept)
-    for stream, state in zip(streams, states[:-1], strict=True):
+    for stream, state in zip(streams, states, strict=True):
         stream.set_state(state)
-    torch.cuda.set_rng_state(states[-1], trainer.device)
     return graph
 
 

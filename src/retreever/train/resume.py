@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from retreever.errors import CheckpointError
@@ -14,6 +13,7 @@ from retreever.train.engine import Trainer
 from retreever.train.protocols import Record
 from retreever.train.run import RunFolder
 from retreever.train.state import (
+    Streams,
     model_tensors,
     optimiser_tensors,
     random_tensors,
@@ -29,7 +29,7 @@ def save(folder: RunFolder, trainer: Trainer, name: str | None = None) -> Path:
     tensors = {
         **model_tensors(model),
         **optimiser_tensors(model, trainer.optimiser),
-        **random_tensors(_streams(trainer), trainer.dropout),
+        **random_tensors(_streams(trainer)),
     }
     state = {
         "step": trainer.step,
@@ -51,7 +51,7 @@ def resume_from(folder: RunFolder, trainer: Trainer) -> None:
     restore_model(model, tensors, newest)
     restore_optimiser(model, trainer.optimiser, tensors)
     try:
-        trainer.dropout = restore_random(_streams(trainer), tensors)
+        restore_random(_streams(trainer), tensors)
         trainer.restart(int(state["step"]), float(state["seconds"]), [Record(**row) for row in state["history"]])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{newest}: expected a checkpoint of a training run, got {error}") from None
@@ -67,8 +67,8 @@ def record(folder: RunFolder, trainer: Trainer) -> None:
         save(folder, trainer, name="best")
 
 
-def _streams(trainer: Trainer) -> dict[str, torch.Generator]:
-    return {"data": trainer.stream, "paths": trainer.paths, "sizes": trainer.sizing}
+def _streams(trainer: Trainer) -> Streams:
+    return {"data": trainer.stream, "paths": trainer.paths, "sizes": trainer.sizing, "dropout": trainer.dropout}
 
 
 def _module(trainer: Trainer) -> nn.Module:

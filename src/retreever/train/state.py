@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from retreever.train.checkpoint import check_fits
+from retreever.train.random import OwnDefault
+
+Streams = dict[str, torch.Generator | OwnDefault]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -28,9 +31,9 @@ def optimiser_tensors(model: nn.Module, optimiser: torch.optim.Optimizer) -> dic
     return tensors
 
 
-def random_tensors(streams: dict[str, torch.Generator], dropout: Tensor) -> dict[str, Tensor]:
-    """States of the run's own streams, and the one dropout goes on from."""
-    return {f"random.{name}": stream.get_state() for name, stream in streams.items()} | {"random.dropout": dropout}
+def random_tensors(streams: Streams) -> dict[str, Tensor]:
+    """States of the run's random streams."""
+    return {f"random.{name}": stream.get_state() for name, stream in streams.items()}
 
 
 def restore_model(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
@@ -51,8 +54,7 @@ def restore_optimiser(model: nn.Module, optimiser: torch.optim.Optimizer, tensor
         optimiser.state[parameter] = state
 
 
-def restore_random(streams: dict[str, torch.Generator], tensors: dict[str, Tensor]) -> Tensor:
-    """All random streams back to where they were; returns the state dropout goes on from."""
+def restore_random(streams: Streams, tensors: dict[str, Tensor]) -> None:
+    """All random streams back to where they were."""
     for name, stream in streams.items():
         stream.set_state(tensors[f"random.{name}"].cpu())
-    return tensors["random.dropout"].cpu()

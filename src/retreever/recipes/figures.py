@@ -1,0 +1,63 @@
+"""Pictures of a finished run, left in its folder: how it learned, and what it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from retreever.errors import BackendError
+from retreever.models.retreever import ReTreever
+from retreever.recipes.build import AnyModel
+from retreever.recipes.settings import Settings
+from retreever.report.activity_figures import draw_activity
+from retreever.report.explain import explain
+from retreever.report.figures import draw_curves, draw_retrieval
+from retreever.report.gp_figures import draw_gp
+from retreever.report.image_figures import draw_completions
+from retreever.tasks.activity import ActivityTask
+from retreever.tasks.copy import CopyTask
+from retreever.tasks.gp import GPTask
+from retreever.tasks.images import ImageTask
+from retreever.train.protocols import Record, as_rows
+
+IMAGES = 4
+LARGEST_TREE = 64  # leaves of a tree that is drawn
+
+
+def draw_run(folder: Path, settings: Settings, model: AnyModel, task: object, history: list[Record]) -> None:
+    """Learning curves, and a picture of predictions on validation data; without matplotlib, none."""
+    try:
+        draw_curves(
+            {settings.name: as_rows(history, settings.metric)},
+            folder / "curves.png",
+            metric=settings.metric,
+            title=f"{settings.name}: validation {settings.metric}",
+        )
+        _draw_predictions(folder, model, task)
+    except BackendError as error:
+        print(f"no figures: {error}", file=sys.stderr)
+
+
+def _draw_predictions(folder: Path, model: AnyModel, task: object) -> None:
+    file = folder / "predictions.png"
+    if isinstance(task, GPTask):
+        draw_gp(model, task, file)
+    elif isinstance(task, ImageTask):
+        draw_completions(model, task.split[1][:IMAGES], file)
+    elif isinstance(task, ActivityTask):
+        draw_activity(model, next(iter(task.validation())), file)
+    elif isinstance(task, CopyTask) and isinstance(model, ReTreever) and task.context <= LARGEST_TREE:
+        _draw_search(folder / "retrieval.png", model, task)
+
+
+def _draw_search(file: Path, model: ReTreever, task: CopyTask) -> None:
+    """One query of a validation sequence on its way to the token it has to repeat."""
+    batch = next(task.validation(sequences=1)).to(model.attention.block.to_q.weight.device)
+    model.eval()
+    with torch.inference_mode():
+        found = model.search(model.encode(batch.xc, batch.yc), batch.xt)
+    query = task.context // 3
+    answer = task.context - 1 - query  # target j stands at context position n/2 - 1 - j
+    draw_retrieval(explain(found, query=query), file, truth=answer, title=f"query {query} looks for token {answer}")
