@@ -38,7 +38,7 @@ class ActivitySettings(PointSettings):
     natural_order: ClassVar[Order] = "given"
     largest: ClassVar[int] = 50
     small: ClassVar[dict[str, Any]] = {
-        "steps": 200, "batch": 32, "warmup": 40, "layers": 2, "evaluate_every": 100, "save_every": 200,
+        "steps": 400, "batch": 32, "warmup": 40, "layers": 2, "evaluate_every": 100, "save_every": 400,
     }  # fmt: skip
     published: ClassVar[dict[str, Any]] = {"lr": 5e-4, "warmup": 0, "steps": 17_000, "clip": 0.0, "precision": "fp32"}
 

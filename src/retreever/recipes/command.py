@@ -25,7 +25,7 @@ from retreever.tasks.seeds import derive_seed
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.distributed import Ranks, ranks_of_job
 from retreever.train.engine import Trainer
-from retreever.train.log import Board, open_tensorboard
+from retreever.train.log import Board, open_tensorboard, summary_writer
 from retreever.train.run import RunFolder, read_json
 from retreever.train.score import evaluate
 from retreever.train.state import restore_model
@@ -49,6 +49,8 @@ def train(settings: Sequence[Settings], where: Where) -> None:
     check_int("at_once", where.at_once, 1)
     if where.resume and where.overwrite:
         reject("resume", "one of --resume and --overwrite", "both")
+    if where.tensorboard:
+        summary_writer()
     if any(one.deterministic for one in settings):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the device is first used
     with ranks_of_job(str(find_device(where.device))) as (ranks, device):

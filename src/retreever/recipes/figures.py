@@ -47,7 +47,9 @@ def _draw_predictions(folder: Path, model: AnyModel, task: object) -> None:
     elif isinstance(task, ImageTask):
         draw_completions(model, task.split[1][:IMAGES], file)
     elif isinstance(task, ActivityTask):
-        draw_activity(model, next(iter(task.validation())), file)
+        batch = next(iter(task.validation()))
+        changes = (batch.yt.diff(dim=1) != 0).sum(dim=1)
+        draw_activity(model, batch, file, window=int(changes.argmax()))  # the one with most to tell apart
     elif isinstance(task, CopyTask) and isinstance(model, ReTreever) and task.context <= LARGEST_TREE:
         _draw_search(folder / "retrieval.png", model, task)
 

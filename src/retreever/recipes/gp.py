@@ -32,7 +32,7 @@ class GPSettings(PointSettings):
     metric: ClassVar[str] = "log-likelihood"
     largest: ClassVar[int] = 47
     small: ClassVar[dict[str, Any]] = {
-        "steps": 300, "batch": 16, "warmup": 50, "layers": 2, "evaluate_every": 100, "save_every": 300,
+        "steps": 600, "batch": 16, "warmup": 50, "layers": 2, "evaluate_every": 200, "save_every": 600,
     }  # fmt: skip
     published: ClassVar[dict[str, Any]] = {
         "lr": 5e-4, "warmup": 0, "steps": 100_000, "batch": 16, "precision": "fp32",

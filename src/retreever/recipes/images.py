@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from retreever.tasks.celeba import CelebATask
     from retreever.tasks.images import EmnistTask
 
-SMALL = {"steps": 150, "batch": 8, "warmup": 30, "layers": 2, "evaluate_every": 75, "save_every": 150}
+SMALL = {"steps": 300, "batch": 8, "warmup": 30, "layers": 2, "evaluate_every": 100, "save_every": 300}
 PUBLISHED = {"lr": 5e-4, "warmup": 0, "batch": 100, "clip": 0.0, "precision": "fp32"}
 
 

@@ -70,14 +70,19 @@ class Board:
             print(f"{self.names[index]}: {text}", file=self.stream, flush=True)
 
 
-def open_tensorboard(folder: Path) -> Watcher:
-    """Writes loss terms and metric as TensorBoard scalars; needs the extra `log`."""
+def summary_writer() -> Any:
+    """TensorBoard's class; needs the extra `log`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         advice = 'pip install "retreever[log]"'
         raise BackendError(f"tensorboard: expected the package tensorboard, got none ({advice})") from None
-    writer: Any = SummaryWriter(log_dir=str(folder))
+    return SummaryWriter
+
+
+def open_tensorboard(folder: Path) -> Watcher:
+    """Writes loss terms and metric as TensorBoard scalars into `folder`."""
+    writer = summary_writer()(log_dir=str(folder))
 
     def write(progress: Progress) -> None:
         for name, value in progress.terms.items():
