@@ -23,6 +23,8 @@ class GPSettings(PointSettings):
     warmup: int = 1_000
     evaluate_every: int = 2_500
     save_every: int = 2_500
+    residual: Literal["pre", "normalised"] = "normalised"
+    """Residuals around the norm, or on normalised inputs as in the paper's code."""
     kernel: Literal["rbf", "matern", "periodic"] = "rbf"
     """Of the functions trained on."""
     ranges: Literal["code", "paper"] = "code"

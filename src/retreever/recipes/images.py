@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retreever.recipes.points import PointSettings
 
@@ -27,6 +27,8 @@ class EmnistSettings(PointSettings):
     warmup: int = 1_000
     evaluate_every: int = 2_000
     save_every: int = 2_000
+    residual: Literal["pre", "normalised"] = "normalised"
+    """Residuals around the norm, or on normalised inputs as in the paper's code."""
 
     task: ClassVar[str] = "emnist"
     metric: ClassVar[str] = "log-likelihood"
@@ -62,6 +64,8 @@ class CelebASettings(PointSettings):
     warmup: int = 1_000
     evaluate_every: int = 5_000
     save_every: int = 5_000
+    residual: Literal["pre", "normalised"] = "normalised"
+    """Residuals around the norm, or on normalised inputs as in the paper's code."""
     size: int = 32
     """Height and width of the images."""
 
