@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from retreever.arguments import check_int
 from retreever.attention import CrossAttention
-from retreever.batch import Batch, without_padding
+from retreever.batch import without_padding
 from retreever.models.config import ModelConfig, embedding, head, resolve
-from retreever.models.inputs import check_context, check_queries, take_targets
+from retreever.models.inputs import check_context
+from retreever.models.plain import PlainModel
 from retreever.nn.blocks import Residual, self_attention_block
-from retreever.objective import Loss, masked_mean
 from retreever.results import KeyValues
 
 
@@ -38,8 +37,10 @@ class PerceiverIOConfig(ModelConfig):
         check_int("latents", self.latents, 1)
 
 
-class PerceiverIO(nn.Module):
+class PerceiverIO(PlainModel):
     """`layers` blocks of Latents <- SelfAttention(CrossAttention(Latents, context)), then one cross attention."""
+
+    config: PerceiverIOConfig
 
     def __init__(self, config: PerceiverIOConfig | None = None, **fields: Any) -> None:
         super().__init__()
@@ -72,27 +73,6 @@ class PerceiverIO(nn.Module):
                 latents = self.distil[index](latents, tokens, mask).output
             latents = mix(latents, latents)
         return self.attention.build(latents)
-
-    def answer(self, memory: KeyValues, xt: Float[Tensor, "b m dx"]) -> Distribution:
-        """Predictions at `xt` from a prepared context."""
-        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
-        return self.head(self.attention(self.embed.query(xt), memory).output)
-
-    def predict(
-        self,
-        xc: Float[Tensor, "b n dx"],
-        yc: Shaped[Tensor, "b n *dy"],
-        xt: Float[Tensor, "b m dx"],
-        mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Distribution:
-        """Predictions at `xt` given context points (xc, yc); `mask` is True where a context point is real."""
-        return self.answer(self.encode(xc, yc, mask), xt)
-
-    def loss(self, batch: Batch) -> Loss:
-        """Task loss, mean over real targets."""
-        xt, yt = take_targets(self.config, batch)
-        dist = self.predict(batch.xc, batch.yc, xt, batch.context_mask)
-        return Loss.only_task(masked_mean(self.head.loss(dist, yt), batch.target_mask))
 
     def tokens(self, n: int) -> int:
         """Tokens each query attends to, whatever the context."""
