@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
-from retreever import TransformerCA
+from retreever import RetreeverError, TransformerCA
 from retreever.batch import Batch
 from retreever.errors import DataError, InputError
 from retreever.tasks.images import EmnistTask, complete, load_emnist
@@ -243,3 +243,14 @@ def test_the_real_files_have_the_known_numbers_of_images() -> None:
     assert task.test_images.shape == (4_000, SIDE, SIDE, 1)
     assert unseen.test_images.shape == (14_800, SIDE, SIDE, 1)
     assert sum(len(batch.xc) for batch in task.test()) == 4_000
+
+
+@pytest.mark.gpu
+def test_images_that_do_not_fit_on_a_gpu_stay_where_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 1_000))
+    task = EmnistTask(folder, validation_images=2)
+    batch = task.sample(3, task.training(0), "cuda")
+    assert batch.xc.is_cuda and not task._trained_on(torch.device("cuda")).is_cuda
+    sizes = task.draw_sizes(task.training(0))
+    with pytest.raises(RetreeverError, match="do not fit on cuda"):
+        task.sample_padded(3, torch.Generator("cuda"), torch.tensor(sizes[:2], device="cuda"), sizes.room)

@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 
 from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
-from retreever.errors import DataError
+from retreever.errors import BackendError, DataError
 from retreever.tasks.idx import find_idx, read_labelled
 from retreever.tasks.padding import Room, Sizes, balanced_sizes, divide, draw_sizes, rooms_for
 from retreever.tasks.seeds import stream
@@ -59,7 +59,7 @@ class ImageTask(ABC):
         check_int("size", size, 1)
         images = self._trained_on(torch.device(device))
         rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
-        return complete(images[rows.to(device)], generator)
+        return complete(images[rows.to(images.device)], generator).to(device)
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
         """Numbers of pixels for a batch, and the room they need."""
@@ -68,6 +68,8 @@ class ImageTask(ABC):
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
         """As `sample`, on the generator's device, padded to `room` and masked."""
         images = self._trained_on(generator.device)
+        if images.device != generator.device:
+            raise BackendError(f"{self.name}: the images do not fit on {generator.device}; train with --no-graph")
         rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
         noise = torch.rand(size, images.shape[1] * images.shape[2], generator=generator, device=generator.device)
         pixels = noise.argsort(dim=1, stable=True)[:, : min(MOST_PIXELS - 1, sum(room))]
@@ -100,9 +102,10 @@ class ImageTask(ABC):
         return images[order[kept:].sort().values], images[order[:kept].sort().values]
 
     def _trained_on(self, device: torch.device) -> Images:
-        """As bytes on that device, copied there once."""
+        """As bytes on that device, copied there once; where they do not fit they stay where they are."""
         if device.type not in self._copies:
-            self._copies[device.type] = self.split[0].to(device)
+            images = self.split[0]
+            self._copies[device.type] = images.to(device) if _fits(images, device) else images
         return self._copies[device.type]
 
     @cached_property
@@ -179,6 +182,11 @@ def values(images: UInt8[Tensor, "b h w c"], pixels: Int64[Tensor, "b p"]) -> Fl
     """Channels of pixels counted row by row, each from -0.5 to 0.5."""
     index = pixels[..., None].expand(-1, -1, images.shape[-1])
     return images.flatten(1, 2).gather(1, index) / 255 - 0.5
+
+
+def _fits(images: Images, device: torch.device) -> bool:
+    """Whether a device can hold them and still has half of its free memory for the work."""
+    return device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(device)[0] // 2
 
 
 def _fixed(images: Images, generator: torch.Generator) -> Iterator[Batch]:
