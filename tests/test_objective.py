@@ -19,6 +19,7 @@ from retreever.objective import (
     Reward,
     RewardFunction,
     baseline_of,
+    gate_of,
     masked_mean,
     policy_loss,
     reward_of,
@@ -284,29 +285,15 @@ def test_impossible_settings_are_refused_by_name(name: str, value: object) -> No
         ObjectiveConfig(**{name: value})
 
 
-@pytest.mark.parametrize(("leaves", "weight"), [(3.0, 0.0), (2.0, 0.0), (1.5, 0.25), (0.5, 0.75), (0.0, 1.0)])
-def test_the_search_is_trained_as_far_as_the_leaves_have_come(leaves: float, weight: float) -> None:
+@pytest.mark.parametrize(("leaves", "gate"), [(3.0, 0.0), (2.0, 0.0), (1.5, 0.25), (0.5, 0.75), (0.0, 1.0)])
+def test_the_search_is_trained_as_far_as_the_leaves_have_come(leaves: float, gate: float) -> None:
     """At chance or worse the leaves learn alone; once they are read perfectly, the search counts in full."""
-    given = parts()._replace(leaves=torch.full_like(parts().leaves, leaves))
-    opened, gated = given.loss(gate="open"), three_term_loss(ObjectiveConfig(), *given, chance=2.0)
+    assert gate_of(torch.tensor(leaves), chance=2.0).item() == pytest.approx(gate)
+    opened, gated = parts().loss(), three_term_loss(ObjectiveConfig(), *parts(), gate=gate)
     search = opened.total - opened.leaves
-    assert gated.total.item() == pytest.approx((weight * search + leaves).item(), abs=1e-6)
+    assert gated.total.item() == pytest.approx((gate * search + opened.leaves).item(), abs=1e-6)
 
 
-def test_every_query_has_a_gate_of_its_own() -> None:
-    """So shares of a batch add up: the loss of the whole is the mean of the losses of its halves."""
-    given = parts()
-    halves = [Parts(*(part[rows] for part in given)) for rows in (slice(0, 1), slice(1, 2))]
-    whole, *shares = (three_term_loss(ObjectiveConfig(), *some, chance=2.0).total for some in (given, *halves))
-    assert whole.item() == pytest.approx((sum(shares) / 2).item(), abs=1e-6)
-
-
-def test_the_gate_carries_no_gradient_and_is_open_without_chance_or_leaves() -> None:
-    given = parts()
-    leaves = given.leaves.clone().requires_grad_()
-    total = three_term_loss(ObjectiveConfig(), *given._replace(leaves=leaves), chance=2.0).total
-    (slope,) = torch.autograd.grad(total, leaves)
-    assert torch.allclose(slope, torch.full_like(slope, 1 / slope.numel()))
-    for settings, chance in (({}, None), ({"lambda_ca": 0.0}, 2.0)):
-        free = three_term_loss(ObjectiveConfig(gate="open", **settings), *given).total
-        assert torch.equal(three_term_loss(ObjectiveConfig(**settings), *given, chance=chance).total, free)
+def test_the_gate_carries_no_gradient() -> None:
+    leaves = torch.tensor(1.0, requires_grad=True)
+    assert not gate_of(leaves, chance=2.0).requires_grad

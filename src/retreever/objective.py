@@ -46,8 +46,8 @@ class ObjectiveConfig:
         lambda_rl: weight of the policy term.
         lambda_ca: weight of the loss read over all leaves.
         alpha: weight of the entropy bonus inside the policy term.
-        gate: "leaves" trains the search of a query only as far as reading all leaves has come for it: its terms are
-            weighed by 1 - L_CA / chance where predictions are classes (elsewhere by 1); "open" weighs all by 1.
+        gate: "leaves" trains the search only as far as reading all leaves has come: its terms are weighed by
+            1 - L_CA / chance where predictions are classes (elsewhere by 1); "open" always weighs them by 1.
     """
 
     reward: Reward | None = None
@@ -137,22 +137,21 @@ def policy_loss(
     advantage: PerQuery,
     alpha: float,
     mask: Bool[Tensor, "b m"] | None = None,
-    weight: PerQuery | float = 1.0,
 ) -> Float[Tensor, ""]:
     """REINFORCE with an entropy bonus; `advantage` is reward minus baseline, one value per query as `log_prob` is."""
     if advantage.shape != log_prob.shape:  # they would broadcast, and every reward would credit every path
         reject("advantage", f"the shape of log_prob {tuple(log_prob.shape)}", tuple(advantage.shape))
     credit = without_padding(advantage.detach(), mask)  # a NaN there would turn the gradient 0 * NaN into NaN
-    return -masked_mean(weight * log_prob * credit, mask) - alpha * masked_mean(weight * entropy, mask)
+    return -masked_mean(log_prob * credit, mask) - alpha * masked_mean(entropy, mask)
 
 
-def gate_of(leaves: PerQuery, chance: float, mask: Bool[Tensor, "b m"] | None = None) -> PerQuery:
-    """How far reading all leaves has come from chance, 0 to 1, for every query.
+def gate_of(leaves: Float[Tensor, ""], chance: float) -> Float[Tensor, ""]:
+    """How far reading all leaves has come from chance, 0 to 1; `leaves` is its mean loss, `chance` a blind guess's.
 
     A search cannot find what attention over everything cannot yet tell apart. Until then its gradients are noise that
     drowns those of the leaves: they share all weights.
     """
-    return (1 - without_padding(leaves.detach(), mask) / chance).clamp(0, 1)
+    return (1 - leaves.detach() / chance).clamp(0, 1)
 
 
 def three_term_loss(
@@ -164,17 +163,15 @@ def three_term_loss(
     reward: PerQuery,
     full_reward: PerQuery,
     mask: Bool[Tensor, "b m"] | None = None,
-    chance: float | None = None,
+    gate: Float[Tensor, ""] | float = 1.0,
 ) -> Loss:
-    """The loss of ReTreever from per-query parts; `entropy` is per decision, `chance` the loss of a blind guess."""
-    gated = config.gate == "leaves" and config.lambda_ca > 0
-    weight = gate_of(leaves, chance, mask) if gated and chance is not None else 1.0
+    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search."""
     advantage = reward - baseline_of(config, reward, full_reward, mask)
-    policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask, weight)
-    searched, leaves_mean = masked_mean(weight * task, mask), masked_mean(leaves, mask)
+    policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)
+    task_mean, leaves_mean = masked_mean(task, mask), masked_mean(leaves, mask)
     return Loss(
-        total=searched + config.lambda_rl * policy + config.lambda_ca * leaves_mean,
-        task=masked_mean(task, mask).detach(),
+        total=gate * (task_mean + config.lambda_rl * policy) + config.lambda_ca * leaves_mean,
+        task=task_mean.detach(),
         policy=policy.detach(),
         leaves=leaves_mean.detach(),
         reward=masked_mean(reward, mask),

@@ -13,6 +13,7 @@ from torch.distributions import Distribution
 from retreever import Batch, ObjectiveConfig, PerceiverIO, ReTreever, TransformerCA, collate
 from retreever.nn.encoders import ENCODERS
 from retreever.nn.heads import HEADS
+from retreever.objective import Gate
 from retreever.tree.order import ORDERS
 
 KINDS: tuple[type[nn.Module], ...] = (ReTreever, TransformerCA, PerceiverIO)
@@ -300,3 +301,15 @@ def test_double_precision_agrees(kind: type[nn.Module]) -> None:
     single = module.eval().predict(data.xc, data.yc, data.xt).mean
     double = module.double().predict(data.xc.double(), data.yc.double(), data.xt.double()).mean
     assert double.dtype == torch.float64 and gap(single.double(), double) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("head", "gate", "silent"),
+    [("categorical", "leaves", True), ("categorical", "open", False), ("gaussian", "leaves", False)],
+)
+def test_the_search_waits_for_the_leaves_where_predictions_are_classes(head: str, gate: Gate, silent: bool) -> None:
+    """At chance only the leaves are trained: the aggregator, which nothing but the search uses, gets no gradient."""
+    module = model(ReTreever, head=head, objective=ObjectiveConfig(gate=gate))
+    module.mean_over_processes = lambda mean: mean + 10  # as if other processes were worse than chance
+    module.loss(batch(head=head)).total.backward()
+    assert all(not p.grad.any() for p in module.attention.aggregator.parameters()) is silent

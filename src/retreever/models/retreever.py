@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from retreever.objective import (
     ObjectiveConfig,
     Reward,
     RewardFunction,
+    gate_of,
     masked_mean,
     reward_of,
     three_term_loss,
@@ -82,7 +84,12 @@ class ReTreeverConfig(ModelConfig):
 
 
 class ReTreever(nn.Module):
-    """Encoder, tree, search, head. `reward` may be a name or any function (distribution, truth) -> (b, m)."""
+    """Encoder, tree, search, head. `reward` may be a name or any function (distribution, truth) -> (b, m).
+
+    `mean_over_processes` is what training among several processes sets: the mean of a scalar over all of them.
+    """
+
+    mean_over_processes: Callable[[Tensor], Tensor] = staticmethod(lambda scalar: scalar)
 
     def __init__(
         self, config: ReTreeverConfig | None = None, *, reward: Reward | RewardFunction | None = None, **fields: Any
@@ -161,20 +168,28 @@ class ReTreever(nn.Module):
         check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         found, over_leaves = self.attention.with_leaves(self.embed.query(xt), memory, noise)
         dist, full = self.head(found.output), self.head(over_leaves)
-        task = self.head.loss(dist, yt)
+        task, leaves = self.head.loss(dist, yt), self.head.loss(full, yt)
         if not self.training:  # what is reported while evaluating is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
         return three_term_loss(
             self.config.objective,
             task=task,
-            leaves=self.head.loss(full, yt),
+            leaves=leaves,
             log_prob=found.log_prob,
             entropy=found.entropy / max(1, memory.plan.depth),
             reward=reward_of(self.reward, dist, yt),
             full_reward=reward_of(self.reward, full, yt),
             mask=mask,
-            chance=math.log(self.config.out) if self.config.head == "categorical" else None,
+            gate=self._gate(leaves, mask),
         )
+
+    def _gate(self, leaves: Float[Tensor, "b m"], mask: Tensor | None) -> Float[Tensor, ""] | float:
+        """How much the search counts so far; among several processes, the same in all of them."""
+        objective = self.config.objective
+        if objective.gate == "open" or not objective.lambda_ca or self.config.head != "categorical":
+            return 1.0
+        mean = self.mean_over_processes(masked_mean(leaves.detach(), mask))
+        return gate_of(mean, math.log(self.config.out))
 
     def tokens(self, n: int) -> int:
         """Tokens each query attends to when the context has `n` (the paper's convention)."""

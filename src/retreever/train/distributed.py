@@ -53,6 +53,12 @@ class Ranks:
         dist.all_reduce(total)
         return float(total) / self.world
 
+    def mean_of_scalar(self, scalar: Tensor) -> Tensor:
+        """The mean over all processes, where the scalar is."""
+        total = scalar.detach().clone()
+        dist.all_reduce(total)
+        return total / self.world
+
     def from_first(self, value: float | None, device: torch.device) -> float:
         """The first process's `value`, everywhere."""
         if self.world == 1:
@@ -77,7 +83,11 @@ class LossOf(nn.Module):
 def synchronised(model: nn.Module, ranks: Ranks) -> nn.Module:
     """`model`'s loss, with gradients averaged over all processes."""
     loss = LossOf(model)
-    return loss if ranks.world == 1 else nn.parallel.DistributedDataParallel(loss)
+    if ranks.world == 1:
+        return loss
+    if hasattr(model, "mean_over_processes"):
+        model.mean_over_processes = ranks.mean_of_scalar  # type: ignore[assignment]
+    return nn.parallel.DistributedDataParallel(loss)
 
 
 @contextmanager
