@@ -29,12 +29,31 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["demo", "--nonsense", "1"], ["demo", "--n", "many"]])
-def test_unknown_words_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "Unrecognized options: nonsense"),
+        (["demo", "--nonsense", "1"], "--nonsense"),
+        (["demo", "--n", "many"], "--n"),
+        (["train", "copy", "--modle", "tca"], "--modle, tca (perhaps --model)"),
+        (["train", "copy", "--model", "lstm"], "lstm"),
+        (["train"], "copy"),
+        ([], "demo"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("retreever: ") and error.count("\n") == 1 and said in error
+
+
+def test_help_of_a_command_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err
+        main(["train", "copy", "--help"])
+    assert stopped.value.code == 0
+    assert "--model" in capsys.readouterr().out
 
 
 def test_benchmarks_take_their_options_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,7 @@ from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
 from retreever.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
-from retreever.errors import RetreeverError
+from retreever.errors import ConfigError, RetreeverError
 from retreever.experiments.options import Collect, Experiment, Figure, Results, Table
 from retreever.pretrained.options import Evaluate, Pretrained
 from retreever.recipes.options import TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
@@ -119,15 +122,38 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Version, named("version")]
     )
     try:
-        settings = (OmitArgPrefixes,)
-        command: Any = tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT, config=settings)
-        return command.run() or 0
+        return parse(commands, arguments).run() or 0
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("retreever: stopped", file=sys.stderr)
         return 130
+
+
+def parse(commands: Any, arguments: list[str] | None) -> Any:
+    """The command that `arguments` ask for; what is wrong with them is said in one line."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT, config=(OmitArgPrefixes,))
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigError(_one_line(said.getvalue())) from None
+        raise
+
+
+def _one_line(box: str) -> str:
+    """The first paragraph of what tyro says in a box, and the option it suggests."""
+    lines = [line.strip("╭╮╰╯│|+ ") for line in box.splitlines()[1:]]  # the first is the box's title
+    first = list(takewhile(_has_words, dropwhile(lambda line: not _has_words(line), lines)))
+    meant = next((line.split()[0] for line in lines if line.startswith("--") and _has_words(line)), "")
+    said = " ".join(first).rstrip(".")
+    return f"{said}{f' (perhaps {meant})' if meant and f'{meant}:' not in said else ''}; --help tells more"
+
+
+def _has_words(line: str) -> bool:
+    return bool(line.strip("─- "))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from retreever import InputError, ReTreever, RetreeverError, TransformerCA
 from retreever.tasks.copy import VOCABULARY, CopyTask
-from retreever.train.config import TrainConfig
+from retreever.train.config import Precision, TrainConfig
 from retreever.train.engine import fit
 from retreever.train.log import Board
 from retreever.train.optimise import learning_rate, make_optimiser
@@ -54,6 +54,14 @@ def test_evaluation_is_greedy_repeatable_and_leaves_the_mode_alone() -> None:
     model, _ = trained()
     values = {evaluate(model, CopyTask(8), CopyTask(8).validation()) for _ in range(3)}
     assert len(values) == 1 and model.training
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_every_precision_trains_and_leaves_torchs_settings_alone(precision: Precision) -> None:
+    before = torch.get_float32_matmul_precision()
+    model, curve = trained(replace(CONFIG, precision=precision))
+    assert len(curve) == 3 and all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
+    assert torch.get_float32_matmul_precision() == before and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_it_stops_early_when_told() -> None:
