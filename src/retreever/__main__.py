@@ -1,7 +1,15 @@
-"""`python -m retreever` is the `retreever` command."""
+"""`python -m retreever` is the command `retreever`."""
 
+import os
 import sys
 
 from retreever.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    code = main()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A process of a job has closed its group; threads torch leaves behind can still abort it while Python winds down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

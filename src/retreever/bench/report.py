@@ -105,9 +105,7 @@ class Run:
         return f"{self.where}; medians of up to {self.limits.samples} samples taken in turn{load}"
 
     def _to_json(self, rows: Rows, summary: Mapping[str, Any]) -> dict[str, Any]:
-        options = {
-            name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.options).items()
-        }
+        options = {name: value for name, value in asdict(self.options).items() if not isinstance(value, Path)}
         passive = self.machine["environment"].get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         return {
             "benchmark": self.name,
