@@ -8,7 +8,7 @@ from retreever.cli import main
 if __name__ == "__main__":
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A process of a job has closed its group; threads torch leaves behind can still abort it while Python winds down.
+        # Its group is closed; threads that torch leaves behind could still abort it while Python winds down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
