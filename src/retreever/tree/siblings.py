@@ -17,14 +17,20 @@ Pairs = Float[Tensor, "g k k h"]
 
 
 def attend(
-    qkv: Families, shares: Pairs, factor: Pairs | None, mask: Bool[Tensor, "g k"] | None, out: Float[Tensor, "r d"]
+    qkv: Families,
+    shares: Pairs,
+    factor: Pairs | None,
+    hidden: Bool[Tensor, "g 1 k 1"] | None,
+    out: Float[Tensor, "r d"],
 ) -> None:
-    """Write the attention weights, before dropout by `factor`, into `shares` and what they read into `out`."""
+    """Write the attention weights, before dropout by `factor`, into `shares` and what they read into `out`.
+
+    Nobody attends to `hidden` children; some child of every family must not be.
+    """
     q, keys, values = qkv.unbind(dim=2)
     scores = (q[:, :, None] * keys[:, None]).sum(dim=-1)
-    if mask is not None:  # a family of padding alone would have a softmax over nothing; its result is dropped
-        visible = mask | ~mask.any(dim=1, keepdim=True)
-        scores.masked_fill_(~visible[:, None, :, None], -math.inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
     torch.ops.aten._softmax.out(scores, 2, False, out=shares)
     used = shares if factor is None else shares * factor
     torch.sum(used[..., None] * values[:, None], dim=2, out=out.view(q.shape))
