@@ -16,8 +16,9 @@ from retreever import RetreeverError, TransformerCA
 from retreever.batch import Batch
 from retreever.errors import DataError, InputError
 from retreever.tasks.images import EmnistTask, complete, load_emnist
+from retreever.tasks.padding import Law
 from retreever.train.config import TrainConfig
-from retreever.train.engine import fit
+from retreever.train.engine import Trainer, fit
 from retreever.train.protocols import Task
 from retreever.train.score import evaluate
 
@@ -205,6 +206,16 @@ def test_a_gpu_gets_the_same_batches_as_the_cpu(task: EmnistTask) -> None:
     here, there = (task.sample(16, task.training(0), device) for device in ("cpu", "cuda"))
     assert there.yt.is_cuda and torch.equal(pixel_indices(here.xt), pixel_indices(there.xt).cpu())
     assert torch.allclose(here.yt, there.yt.cpu(), atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", ["batch", "each"])
+def test_a_gpu_trains_on_them_in_one_graph(folder: Path, sizes: Law) -> None:
+    model = TransformerCA(dim_x=2, dim_y=1, head="bounded", dim=16, heads=2, layers=1, hidden=32)
+    config = TrainConfig(steps=4, batch=4, warmup=1, evaluate_every=4)
+    trainer = Trainer(model, EmnistTask(folder, validation_images=2, sizes=sizes), config, "cuda")
+    trainer.advance()
+    assert trainer.graphed and trainer.graphs and trainer.history
 
 
 def test_training_improves_the_log_likelihood(task: EmnistTask) -> None:

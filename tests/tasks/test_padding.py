@@ -13,12 +13,15 @@ from retreever import Batch, PerceiverIO, ReTreever, TransformerCA
 from retreever.tasks import gp, images
 from retreever.tasks.gp import GPTask
 from retreever.tasks.images import ImageTask
-from retreever.tasks.padding import Room, balanced_sizes, draw_sizes, rooms_for
+from retreever.tasks.padding import Law, Room, balanced_sizes, draw_sizes, rooms_for
 from retreever.tasks.seeds import stream
 
 
 class Pictures(ImageTask):
     name, validation_images = "pictures", 2
+
+    def __init__(self, sizes: Law = "batch") -> None:
+        self.sizes = sizes
 
     @property
     def training_images(self) -> torch.Tensor:
@@ -92,6 +95,49 @@ def test_pixels_are_drawn_without_replacement_and_true() -> None:
     places = torch.cat([batch.xc[:, :30], batch.xt[:, :25]], dim=1)
     assert all(len({tuple(p) for p in row.tolist()}) == 55 for row in places)
     assert float(batch.yc.min()) >= -0.5 and float(batch.yc.max()) <= 0.5
+
+
+@pytest.mark.parametrize("task", [GPTask(sizes="each"), Pictures("each")], ids=["gp", "images"])
+def test_each_task_of_a_batch_can_have_a_context_size_of_its_own(task: GPTask | Pictures) -> None:
+    """Of the law of the paper, with the same targets for all; without a GPU as in its graphs."""
+    most = 50 if isinstance(task, GPTask) else 200
+    sizes = task.draw_sizes(torch.Generator().manual_seed(0))
+    assert sizes == task.draw_sizes(torch.Generator().manual_seed(1)) == (most - 4, sizes.m, (most - 4, sizes.m))
+    batch = task.sample(4_000, torch.Generator().manual_seed(0)).validate()
+    assert batch.context_mask is not None and batch.target_mask is not None and batch.target_mask.all()
+    counts = batch.context_mask.sum(dim=1)
+    assert counts.min() == 3 and counts.max() == most - 4
+    assert abs(float(counts.double().mean()) - (most - 1) / 2) < 0.02 * most
+    padded = task.sample_padded(4_000, torch.Generator().manual_seed(0), torch.tensor(sizes[:2]), sizes.room)
+    assert torch.equal(padded.xc, batch.xc) and torch.equal(padded.yt, batch.yt)
+
+
+def test_functions_of_many_sizes_are_sorted_and_on_one_curve() -> None:
+    batch = GPTask("rbf", sizes="each").sample(512, torch.Generator().manual_seed(0))
+    assert batch.context_mask is not None
+    xc, yc, xt, yt = (part[..., 0] for part in (batch.xc, batch.yc, batch.xt, batch.yt))
+    real = batch.context_mask
+    assert (xc.diff(dim=1)[real[:, 1:]] >= 0).all() and (xt.diff(dim=1) >= 0).all()
+    assert all(float(x.min()) >= -2 and float(x.max()) < 2 for x in (xc, xt))
+    gap, nearest = (xt[:, :, None] - xc[:, None]).abs().masked_fill(~real[:, None], 9).min(dim=2)
+    close = gap < 0.005
+    assert close.sum() > 20 and float((yt - yc.gather(1, nearest)).abs()[close].mean()) < 0.1
+
+
+def test_images_too_small_for_all_targets_have_fewer() -> None:
+    class Stamps(Pictures):
+        @property
+        def training_images(self) -> torch.Tensor:
+            return super().training_images[:, :16, :16]
+
+    batch = Stamps("each").sample(64, torch.Generator().manual_seed(0)).validate()
+    assert batch.context_mask is not None and batch.target_mask is not None
+    assert (batch.target_mask.sum(1) == (256 - batch.context_mask.sum(1)).clamp_max(64)).all()
+
+
+def test_fixed_sets_do_not_depend_on_how_sizes_are_trained_on() -> None:
+    pairs = zip(GPTask().validation(2), GPTask(sizes="each").validation(2), strict=True)
+    assert all(torch.equal(one.xc, other.xc) and one.context_mask is None for one, other in pairs)
 
 
 @pytest.mark.parametrize("kind", [ReTreever, TransformerCA, PerceiverIO])

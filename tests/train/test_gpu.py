@@ -24,7 +24,7 @@ BRIEF: dict[str, Any] = {
 }  # fmt: skip
 COPY = CopySettings(n=32, **BRIEF)
 GP = GPSettings(layers=2, dropout=0.1, **BRIEF)
-both = pytest.mark.parametrize("settings", [COPY, GP], ids=["copy", "gp"])
+both = pytest.mark.parametrize("settings", [COPY, GP, replace(GP, sizes="batch")], ids=["copy", "gp", "gp-rooms"])
 
 
 @pytest.fixture(autouse=True)

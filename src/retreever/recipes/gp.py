@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from retreever.recipes.points import PointSettings
+from retreever.recipes.points import RegressionSettings
 
 if TYPE_CHECKING:
     from retreever.recipes.build import TestableTask
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GPSettings(PointSettings):
+class GPSettings(RegressionSettings):
     """One run on functions drawn from Gaussian processes."""
 
     steps: int = 50_000
@@ -23,8 +23,6 @@ class GPSettings(PointSettings):
     warmup: int = 1_000
     evaluate_every: int = 2_500
     save_every: int = 2_500
-    residual: Literal["pre", "normalised"] = "normalised"
-    """Residuals around the norm, or on normalised inputs as in the paper's code."""
     kernel: Literal["rbf", "matern", "periodic"] = "rbf"
     """Of the functions trained on."""
     ranges: Literal["code", "paper"] = "code"
@@ -35,9 +33,10 @@ class GPSettings(PointSettings):
     largest: ClassVar[int] = 47
     small: ClassVar[dict[str, Any]] = {
         "steps": 600, "batch": 16, "warmup": 50, "layers": 2, "evaluate_every": 200, "save_every": 600,
+        "sizes": "batch",
     }  # fmt: skip
     published: ClassVar[dict[str, Any]] = {
-        "lr": 5e-4, "warmup": 0, "steps": 100_000, "batch": 16, "precision": "fp32",
+        "lr": 5e-4, "warmup": 0, "steps": 100_000, "batch": 16, "precision": "fp32", "sizes": "batch",
     }  # fmt: skip
 
     @property
@@ -50,7 +49,7 @@ class GPSettings(PointSettings):
         """Functions of `kernel`."""
         from retreever.tasks.gp import GPTask
 
-        return GPTask(self.kernel, self.ranges)
+        return GPTask(self.kernel, self.ranges, sizes=self.sizes)
 
     def make_tests(self, data: Path | None = None) -> dict[str, TestableTask]:
         """RBF and Matern 5/2, and the kernel trained on if it is another."""

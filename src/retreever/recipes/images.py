@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from retreever.recipes.points import PointSettings
+from retreever.recipes.points import RegressionSettings
 
 if TYPE_CHECKING:
     from retreever.recipes.build import TestableTask
     from retreever.tasks.celeba import CelebATask
     from retreever.tasks.images import EmnistTask
 
-SMALL = {"steps": 300, "batch": 8, "warmup": 30, "layers": 2, "evaluate_every": 100, "save_every": 300}
-PUBLISHED = {"lr": 5e-4, "warmup": 0, "batch": 100, "clip": 0.0, "precision": "fp32"}
+SMALL = {
+    "steps": 300, "batch": 8, "warmup": 30, "layers": 2, "evaluate_every": 100, "save_every": 300, "sizes": "batch",
+}  # fmt: skip
+PUBLISHED = {"lr": 5e-4, "warmup": 0, "batch": 100, "clip": 0.0, "precision": "fp32", "sizes": "batch"}
 
 
 @dataclass(frozen=True)
-class EmnistSettings(PointSettings):
+class EmnistSettings(RegressionSettings):
     """One run on EMNIST: trained on digits, tested on other digits and on letters never seen."""
 
     steps: int = 48_000
@@ -27,8 +29,6 @@ class EmnistSettings(PointSettings):
     warmup: int = 1_000
     evaluate_every: int = 2_000
     save_every: int = 2_000
-    residual: Literal["pre", "normalised"] = "normalised"
-    """Residuals around the norm, or on normalised inputs as in the paper's code."""
 
     task: ClassVar[str] = "emnist"
     metric: ClassVar[str] = "log-likelihood"
@@ -43,7 +43,7 @@ class EmnistSettings(PointSettings):
         from retreever.tasks.catalogue import find_data
         from retreever.tasks.images import EmnistTask
 
-        return EmnistTask(find_data("emnist", data))
+        return EmnistTask(find_data("emnist", data), sizes=self.sizes)
 
     def make_tests(self, data: Path | None) -> dict[str, TestableTask]:
         """Digits, and classes never seen."""
@@ -55,7 +55,7 @@ class EmnistSettings(PointSettings):
 
 
 @dataclass(frozen=True)
-class CelebASettings(PointSettings):
+class CelebASettings(RegressionSettings):
     """One run on CelebA faces."""
 
     steps: int = 100_000
@@ -64,8 +64,6 @@ class CelebASettings(PointSettings):
     warmup: int = 1_000
     evaluate_every: int = 5_000
     save_every: int = 5_000
-    residual: Literal["pre", "normalised"] = "normalised"
-    """Residuals around the norm, or on normalised inputs as in the paper's code."""
     size: int = 32
     """Height and width of the images."""
 
@@ -88,4 +86,4 @@ class CelebASettings(PointSettings):
         from retreever.tasks.celeba import CelebATask, TrainOn
 
         train_on: TrainOn = "train+validation" if self.preset == "paper" else "train"
-        return CelebATask(find_data("celeba", data), size=self.size, train_on=train_on)
+        return CelebATask(find_data("celeba", data), size=self.size, train_on=train_on, sizes=self.sizes)

@@ -25,7 +25,7 @@ class PointSettings(Settings):
     """Width of feed-forward layers."""
     dropout: float = 0.0
     """Dropout of all models."""
-    residual: Literal["pre", "normalised"] = "pre"
+    residual: Literal["pre", "normalised"] = "normalised"
     """Residuals around the norm, or on normalised inputs as in the paper's code."""
     order: Order = "kd"
     """How tokens are laid on the leaves."""
@@ -58,3 +58,11 @@ class PointSettings(Settings):
     def context(self) -> int:
         """As the paper counts: one more than contexts ever have."""
         return self.largest
+
+
+@dataclass(frozen=True)
+class RegressionSettings(PointSettings):
+    """One run on tasks of random size: GP regression, image completion."""
+
+    sizes: Literal["each", "batch"] = "each"
+    """A context size for each task trained on, or one for a whole batch as in the paper."""

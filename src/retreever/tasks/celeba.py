@@ -23,6 +23,7 @@ from retreever.files import os_errors
 from retreever.tasks.cache import cached_file
 from retreever.tasks.celeba_files import Partition, Pixels, Source, decode, find_celeba, fingerprint, read_partition
 from retreever.tasks.images import Images, ImageTask
+from retreever.tasks.padding import LAWS, Law
 
 TrainOn = Literal["train", "train+validation"]
 
@@ -36,17 +37,20 @@ class CelebATask(ImageTask):
         size: pixels a side; the paper's CelebA32 has 32.
         cache: cache root; by default RETREEVER_CACHE, else ~/.cache/retreever.
         train_on: the official training part, or, as in the paper, that and the validation part.
+        sizes: numbers of pixels to train on, one for a "batch" or one for "each" image.
     """
 
     path: str | Path
     size: int = 32
     cache: str | Path | None = None
     train_on: TrainOn = "train"
+    sizes: Law = "batch"
     name = "celeba"
 
     def __post_init__(self) -> None:
         check_int("size", self.size, 2)
         check_choice("train_on", self.train_on, ("train", "train+validation"))
+        check_choice("sizes", self.sizes, LAWS)
 
     @property
     def validation_images(self) -> int:  # type: ignore[override]

@@ -20,7 +20,7 @@ from torch.distributions import Distribution, Independent, Normal
 from retreever.arguments import check_choice, check_int
 from retreever.batch import Batch
 from retreever.tasks.gp_sets import fixed_set
-from retreever.tasks.padding import Room, Sizes, divide, draw_sizes, rooms_for
+from retreever.tasks.padding import LAWS, Law, Room, Sizes, context_sizes, divide, draw_sizes, rooms_for
 from retreever.tasks.seeds import stream
 
 Kernel = Literal["rbf", "matern", "periodic"]
@@ -29,6 +29,7 @@ Ranges = Literal["code", "paper"]
 NOISE = 0.02
 MOST_POINTS = 50
 ROOMS = rooms_for(MOST_POINTS, (16, 32, MOST_POINTS - 4))
+EACH = Room(MOST_POINTS - 4, 24)
 
 
 class Hyperparameters(NamedTuple):
@@ -47,20 +48,28 @@ class GPTask:
         kernel: "rbf" (what the paper trains on), "matern" (5/2) or "periodic".
         ranges: of the length-scale: those of the public code, or those printed in the paper.
         test_batches: batches of 16 functions in the test set.
+        sizes: numbers of points to train on: one for a "batch", as in the paper, or one for "each" function, with 24
+            targets.
     """
 
     kernel: Kernel = "rbf"
     ranges: Ranges = "code"
     test_batches: int = 3_000
+    sizes: Law = "batch"
 
     def __post_init__(self) -> None:
         check_choice("kernel", self.kernel, KERNELS)
         check_choice("ranges", self.ranges, ("code", "paper"))
         check_int("test_batches", self.test_batches, 1)
+        check_choice("sizes", self.sizes, LAWS)
 
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
-        """`size` fresh functions, all with the same numbers of context and target points."""
-        return self.draw(size, generator, device)[0]
+        """`size` fresh functions."""
+        if self.sizes == "batch":
+            return self.draw(size, generator, device)[0]
+        check_int("size", size, 1)
+        n, m, room = self.draw_sizes(generator)
+        return self.sample_padded(size, generator, torch.tensor([n, m], device=generator.device), room).to(device)
 
     def draw(
         self,
@@ -69,7 +78,7 @@ class GPTask:
         device: torch.device | str = "cpu",
         sizes: tuple[int, int] | None = None,
     ) -> tuple[Batch, Hyperparameters]:
-        """Fresh functions and what they were drawn with. Points are sorted, as the tree wants them.
+        """Fresh functions, all of one size, and what they were drawn with. Points are sorted, as the tree wants them.
 
         `sizes` are the numbers of context and target points; None draws them.
         """
@@ -85,17 +94,20 @@ class GPTask:
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
         """Numbers of points for a batch, and the room they need."""
-        return draw_sizes(MOST_POINTS, ROOMS, generator)
+        return draw_sizes(MOST_POINTS, ROOMS, generator) if self.sizes == "batch" else Sizes(*EACH, EACH)
 
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
         """As `sample`, on the generator's device, padded to `room` and masked."""
+        each = self.sizes == "each"
         hyper = self._hyperparameters(size, generator)
-        x = 4 * torch.rand(size, min(MOST_POINTS - 1, sum(room)), 1, **_where(generator)) - 2
-        slot = torch.arange(x.shape[1], device=x.device)
-        part = 8 * ((slot >= sizes[0]).double() + (slot >= sizes.sum()))[:, None]  # context, target, neither
+        n, m = context_sizes(MOST_POINTS, size, generator) if each else sizes[0], sizes[1]
+        points = sum(room) if each else min(MOST_POINTS - 1, sum(room))
+        x = 4 * torch.rand(size, points, 1, **_where(generator)) - 2
+        slot = torch.arange(points, device=x.device)
+        part = 8 * ((slot >= n).double() + (slot >= n + m))[..., None]  # context, target, neither
         x = (x + part).sort(dim=1).values - part
         y = self._values(x, hyper, generator)
-        return divide(x.float(), y.float(), sizes, room)
+        return divide(x.float(), y.float(), n, m, room)
 
     def _hyperparameters(self, size: int, generator: torch.Generator) -> Hyperparameters:
         u = torch.rand(3, size, 1, 1, **_where(generator))
@@ -159,7 +171,7 @@ class GPTask:
         return f"gp-{self.kernel}-{self.ranges}"
 
     def _fixed(self, purpose: Literal["validation", "test"], batches: int) -> Iterator[tuple[Batch, Hyperparameters]]:
-        drawn = fixed_set(replace(self, test_batches=1), self._name, MOST_POINTS, purpose, batches)
+        drawn = fixed_set(replace(self, test_batches=1, sizes="batch"), self._name, MOST_POINTS, purpose, batches)
         return ((batch, Hyperparameters(*hyper)) for batch, hyper in drawn)
 
 

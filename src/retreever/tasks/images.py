@@ -22,11 +22,22 @@ from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
 from retreever.errors import BackendError, DataError
 from retreever.tasks.idx import find_idx, read_labelled
-from retreever.tasks.padding import Room, Sizes, balanced_sizes, divide, draw_sizes, rooms_for
+from retreever.tasks.padding import (
+    LAWS,
+    Law,
+    Room,
+    Sizes,
+    balanced_sizes,
+    context_sizes,
+    divide,
+    draw_sizes,
+    rooms_for,
+)
 from retreever.tasks.seeds import stream
 
 MOST_PIXELS = 200
 ROOMS = rooms_for(MOST_PIXELS, (64, 128, MOST_PIXELS - 4), parts=2)
+EACH = Room(MOST_PIXELS - 4, 64)
 FIXED_BATCH = 16
 DIGITS, CLASSES = 10, 47
 
@@ -38,11 +49,15 @@ Classes = Literal["seen", "unseen"]
 class ImageTask(ABC):
     """Completion of the images a subclass provides: `name`, `validation_images`, `training_images`, `test_images`.
 
+    `sizes` says how many pixels training tasks have: one number for a "batch", as in the paper, or one for "each"
+    image, with 64 targets.
+
     Some of the training images, always the same, are kept for validation and never trained on.
     """
 
     name: str
     validation_images: int
+    sizes: Law = "batch"
 
     @property
     @abstractmethod
@@ -55,25 +70,30 @@ class ImageTask(ABC):
         """Images to test on."""
 
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
-        """`size` training images drawn at random, all with the same numbers of context and target pixels."""
+        """`size` training images drawn at random."""
         check_int("size", size, 1)
+        if self.sizes == "each":
+            n, m, room = self.draw_sizes(generator)
+            return self.sample_padded(size, generator, torch.tensor([n, m], device=generator.device), room).to(device)
         images = self._trained_on(torch.device(device))
         rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
         return complete(images[rows.to(images.device)], generator).to(device)
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
         """Numbers of pixels for a batch, and the room they need."""
-        return draw_sizes(MOST_PIXELS, ROOMS, generator)
+        return draw_sizes(MOST_PIXELS, ROOMS, generator) if self.sizes == "batch" else Sizes(*EACH, EACH)
 
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
         """As `sample`, on the generator's device, padded to `room` and masked."""
         images = self._trained_on(generator.device)
-        if images.device != generator.device:
+        if images.device.type != generator.device.type:
             raise BackendError(f"{self.name}: the images do not fit on {generator.device}; train with --no-graph")
         rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
         noise = torch.rand(size, images.shape[1] * images.shape[2], generator=generator, device=generator.device)
-        pixels = noise.argsort(dim=1, stable=True)[:, : min(MOST_PIXELS - 1, sum(room))]
-        return divide(places(pixels, *images.shape[1:3]), values(images[rows], pixels), sizes, room)
+        each = self.sizes == "each"
+        n = context_sizes(MOST_PIXELS, size, generator) if each else sizes[0]
+        pixels = noise.argsort(dim=1, stable=True)[:, : sum(room) if each else min(MOST_PIXELS - 1, sum(room))]
+        return divide(places(pixels, *images.shape[1:3]), values(images[rows], pixels), n, sizes[1], room)
 
     def training(self, seed: int) -> torch.Generator:
         """The stream training batches of `seed` come from."""
@@ -121,16 +141,19 @@ class EmnistTask(ImageTask):
         path: folder of the official files, emnist-balanced-train-images-idx3-ubyte and so on, plain or .gz.
         classes: of the test images: "seen" (0 to 9) or "unseen" (10 to 46).
         validation_images: how many of the training images are kept for validation.
+        sizes: numbers of pixels to train on, one for a "batch" or one for "each" image.
     """
 
     path: str | Path
     classes: Classes = "seen"
     validation_images: int = 1_600
+    sizes: Law = "batch"
     name = "emnist"
 
     def __post_init__(self) -> None:
         check_choice("classes", self.classes, ("seen", "unseen"))
         check_int("validation_images", self.validation_images, 1)
+        check_choice("sizes", self.sizes, LAWS)
 
     @cached_property
     def training_images(self) -> Images:

@@ -1,13 +1,16 @@
 """Batches of random sizes in a few fixed shapes, drawn on the device without waiting for it: what CUDA graphs can hold.
 
-As in the paper one context size N ~ U{3..most-4} and one target size M ~ U{3..most-1-N} hold for a whole batch. The
-sizes are drawn on the host, which then knows the smallest room they fit into; points are drawn on the device.
+In the paper one context size N ~ U{3..most-4} and one target size M ~ U{3..most-1-N} hold for a whole batch (`Law`
+"batch"). They are drawn on the host, which then knows the smallest room they fit into; points are drawn on the device.
+
+A batch of one size says nothing about the others, so steps pull to and fro. For training each task of a batch can get
+a context size of its own, of the same law, drawn on the device, and as many targets as its neighbours (`Law` "each").
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -17,6 +20,8 @@ from retreever.batch import Batch
 from retreever.tasks.seeds import integer
 
 FEWEST = 3
+Law = Literal["each", "batch"]
+LAWS: tuple[Law, ...] = ("each", "batch")
 
 
 class Room(NamedTuple):
@@ -66,11 +71,23 @@ def balanced_sizes(most: int, generator: torch.Generator) -> Iterator[tuple[int,
         yield n, FEWEST + int(v * (most - FEWEST - n))
 
 
-def divide(x: Float[Tensor, "b p dx"], y: Float[Tensor, "b p dy"], sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
-    """The first n points as context and the next m as target, masked; `sizes` (n, m) may lie on the device."""
+def context_sizes(most: int, tasks: int, generator: torch.Generator) -> Int64[Tensor, "tasks 1"]:
+    """A context size for each task, on the generator's device."""
+    return torch.randint(FEWEST, most - FEWEST, (tasks, 1), generator=generator, device=generator.device)
+
+
+def divide(
+    x: Float[Tensor, "b p dx"],
+    y: Float[Tensor, "b p dy"],
+    n: Int64[Tensor, "*b1"],
+    m: Int64[Tensor, ""],
+    room: Room,
+) -> Batch:
+    """The first n points (one number, or one per row) as context and the next m, so far as there are, as target."""
     b, points = x.shape[:2]
-    n, m = sizes.unbind()
     context, target = torch.arange(room.context, device=x.device), torch.arange(room.target, device=x.device)
-    there = (n + target).clamp_max(points - 1)
-    masks = (context < n).expand(b, -1), (target < m).expand(b, -1)
-    return Batch(x[:, : room.context], y[:, : room.context], x[:, there], y[:, there], *masks)
+    there = (n + target).expand(b, -1)
+    masks = (context < n).expand(b, -1), (target < m) & (there < points)
+    index = there.clamp_max(points - 1)[..., None]
+    xt, yt = (values.gather(1, index.expand(-1, -1, values.shape[2])) for values in (x, y))
+    return Batch(x[:, : room.context], y[:, : room.context], xt, yt, *masks)
