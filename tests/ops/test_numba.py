@@ -30,8 +30,9 @@ if importlib.util.find_spec("numba") is None:
 import numpy as np
 from numba import njit
 
+import retreever.cpu.numba_run as threads
 import retreever.ops.numba as backend
-from retreever.ops import numba_simd
+from retreever.cpu import simd_kernel as simd
 
 TIE = 1e-5  # policies closer than this may be decided either way
 
@@ -201,6 +202,62 @@ def test_any_small_problem(case: Case, seed: int) -> None:
     check(case, seed)
 
 
+def check_single(case: Case, inputs: Inputs) -> None:
+    """One query a row without gradients, which has a kernel of its own, against the reference."""
+    tensors = inputs.q, inputs.keys, inputs.values
+    exact = tree_attention_reference(*(x.double() for x in tensors), case.plan, None, None)
+    ours = backend.tree_attention_numba(*tensors, case.plan, None, None)
+    clear = clear_cut(case, inputs)
+    assert torch.equal(ours[1][clear], exact[1][clear])
+    for mine, truth in zip((ours[0], *ours[2:]), (exact[0], *exact[2:]), strict=True):
+        assert mine.dtype == case.dtype and mine.shape == truth.shape and mine.is_contiguous()
+        precision = 1e-5 if case.dtype == torch.float32 else 1e-13
+        torch.testing.assert_close(mine[clear].double(), truth[clear], rtol=precision, atol=precision)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    case=st.builds(
+        Case,
+        n=st.integers(1, 300),
+        k=st.sampled_from([2, 3, 4, 9, 70]),
+        b=st.sampled_from([1, 2, 16, 17]),
+        m=st.just(1),
+        h=st.sampled_from([1, 2, 3, 8, 16, 17]),
+        e=st.sampled_from([1, 3, 8, 16, 17, 48]),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+    ),
+    side_by_side=st.booleans(),
+)
+def test_any_single_query(case: Case, side_by_side: bool) -> None:
+    inputs = make(case)
+    if side_by_side:  # keys and values as halves of one tensor, as a tree holds them
+        inputs.keys, inputs.values = torch.stack([inputs.keys, inputs.values], dim=2).unbind(dim=2)
+    check_single(case, inputs)
+
+
+def test_a_single_query_takes_keys_and_values_however_they_lie() -> None:
+    case = Case(50, m=1)
+    for turn in range(3):
+        inputs = make(case)
+        name = ("q", "keys", "values")[turn]
+        setattr(inputs, name, getattr(inputs, name).transpose(2, 3).contiguous().transpose(2, 3))
+        check_single(case, inputs)
+
+
+def test_a_single_query_with_extreme_scores() -> None:
+    """Probabilities that underflow give finite logarithms, and NaN ends somewhere in the tree."""
+    case = Case(33, k=4, b=1, m=1)
+    inputs = make(case)
+    inputs.q *= 300
+    ours = backend.tree_attention_numba(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    plain = tree_attention_reference(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
+    inputs.q[0, 0, 1, 0] = torch.nan
+    output, path, *_ = backend.tree_attention_numba(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    assert output[0, 0, 1].isnan().all() and output[0, 0, 0].isfinite().all() and 0 <= int(path) < case.plan.blocks
+
+
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)])
 def test_gradients_flow_through_each_result_alone(wanted: tuple[int, ...]) -> None:
     case = Case(17, k=3, dtype=torch.float64, mask="ragged")
@@ -311,17 +368,18 @@ def test_the_result_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch)
     case = Case(100, b=3, m=70, noise=True, mask="ragged")
     inputs, slopes = make(case), make_slopes(case)
     once = run(backend.tree_attention_numba, case, inputs.to(torch.float32), inputs, slopes)
-    monkeypatch.setattr(backend, "_GRAIN", 1)  # every call is worth all threads
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
+    for module in (backend, threads):
+        monkeypatch.setattr(module, "GRAIN", 1)  # every call is worth all threads
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
         for _ in range(10):
             again = run(backend.tree_attention_numba, case, inputs.to(torch.float32), inputs, slopes)
             assert all(torch.equal(x, y) for x, y in zip(again, once, strict=True))
-    assert backend._team.size == 4
+    assert threads.team.size == 4
 
 
 def test_helpers_keep_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "_GRAIN", 1)
+    monkeypatch.setattr(threads, "GRAIN", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     case = Case(100, m=100)
     inputs = make(case)
@@ -334,7 +392,10 @@ def test_helpers_keep_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fresh_python(code: str, **environment: str) -> str:
     """What `code` prints in a new interpreter, which must end well and complain of nothing."""
-    setup = "import torch\nfrom retreever.ops import numba as backend\nfrom retreever.tree.plan import TreePlan\n"
+    setup = (
+        "import torch\nfrom retreever.cpu import numba_run as threads\nfrom retreever.ops import numba as backend\n"
+        "from retreever.tree.plan import TreePlan\n"
+    )
     source = str(Path(backend.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", setup + code],
@@ -360,9 +421,9 @@ torch.set_num_threads(2)
 plan = TreePlan(300)
 q, keys, values = torch.randn(1, 500, 4, 16), *torch.randn(2, 1, plan.nodes, 4, 16)
 search = lambda: backend.tree_attention_numba(q, keys, values, plan, None, None)[0]
-backend._GRAIN = 1000
+threads.GRAIN = 1000
 expected = search()
-assert backend._team.size == 1
+assert threads.team.size == 1
 
 class Searches(Dataset):
     def __len__(self):
@@ -374,8 +435,8 @@ class Searches(Dataset):
 warnings.simplefilter("ignore")  # of a fork beside threads, and of more workers than processors
 child = os.fork()
 if child == 0:
-    assert backend._team.size == 0
-    same = torch.equal(search(), expected) and backend._team.size == 1
+    assert threads.team.size == 0
+    same = torch.equal(search(), expected) and threads.team.size == 1
     os._exit(0 if same else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 loader = DataLoader(Searches(), batch_size=None, num_workers=2, multiprocessing_context="fork")
@@ -459,12 +520,12 @@ def test_second_derivatives_are_refused() -> None:
 def test_exponentials_and_logarithms_are_exact_to_two_units(dtype: Any) -> None:
     @njit
     def both(address: int, to: int, length: int, one: float) -> None:
-        numbers, results = numba_simd.pointer(address, one), numba_simd.pointer(to, one)
-        for i in range(0, length, numba_simd.LANES):
-            vector = numba_simd.load(numbers, i)
-            numba_simd.store(results, i, numba_simd.exp(vector))
-            log = numba_simd.log(numba_simd.splat(0.0, one) - vector)
-            numba_simd.store(results, length + i, log)
+        numbers, results = simd.pointer(address, one), simd.pointer(to, one)
+        for i in range(0, length, simd.LANES):
+            vector = simd.load(numbers, i)
+            simd.store(results, i, simd.exp(vector))
+            log = simd.log(simd.splat(0.0, one) - vector)
+            simd.store(results, length + i, log)
 
     tiny = np.finfo(dtype).tiny
     lowest = np.log(tiny) + 1e-3
@@ -502,7 +563,7 @@ def test_a_damaged_cache_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> No
         def compile(self, signature: Any) -> None:
             raise OSError("disk full")
 
-    entry, one = backend._Entries(Broken(), 7, 7)[torch.float32]
+    entry, one = threads.Entries(Broken(), 7, 7)[torch.float32]
     entry((0,) * 7, (1,) * 7, 0, 0, one)
 
 

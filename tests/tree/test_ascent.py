@@ -127,13 +127,15 @@ def test_it_is_the_way_of_training_where_it_fits(monkeypatch: pytest.MonkeyPatch
     assert levels(level_by_level(aggregator())) == 0
     assert levels(aggregator(residual="normalised")) == 3
     assert levels(aggregator(residual="doubled")) == 0
+    assert levels(aggregator().eval()) == 0
     wide = int(FEW**0.5) + 1
     assert TreePlan(9, wide).depth and levels(aggregator(), wide) == 0
     with torch.no_grad():
         assert levels(aggregator()) == 0
     with torch.autocast("cpu", torch.bfloat16):
         assert levels(aggregator(dtype=torch.float32).double()) == 0
-    monkeypatch.setattr(ascent, "CPU_ROWS", TreePlan(9, 2).nodes - 1)
+    for name in ("CPU_ROWS", "KERNEL_ROWS"):
+        monkeypatch.setattr(ascent, name, TreePlan(9, 2).nodes - 1)
     assert levels(aggregator()) == 0
 
 
@@ -159,7 +161,8 @@ def test_dropout_is_drawn_for_attention_and_feed_forward(residual: str) -> None:
 @each_form
 def test_means_over_many_draws_of_dropout_agree_with_torch(residual: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear in the dropped feed-forward output, so its mean is that without dropout there."""
-    monkeypatch.setattr(ascent, "CPU_ROWS", 1 << 20)
+    for name in ("CPU_ROWS", "KERNEL_ROWS"):
+        monkeypatch.setattr(ascent, name, 1 << 20)
     module = aggregator(dropout=0.3, residual=residual).train()
     context = torch.randn(1, 4, DIM, dtype=torch.float64).expand(4000, -1, -1).contiguous().requires_grad_()
     torch.manual_seed(0)

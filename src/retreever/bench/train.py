@@ -19,7 +19,7 @@ from retreever.bench.timing import Call, time_together
 from retreever.models.config import ModelConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
-from retreever.nn.blocks import FeedForward
+from retreever.nn.blocks import MLP, FeedForward
 from retreever.nn.dropout import Dropout
 from retreever.nn.layer_norm import LayerNorm
 from retreever.report.tables import Table
@@ -99,7 +99,7 @@ def models(run: Run) -> dict[str, AnyModel]:
 def plain_layers(model: nn.Module) -> None:
     """Torch's own dropout and gradients throughout."""
     for module in model.modules():
-        if isinstance(module, Dropout | FeedForward | LayerNorm | TransformerAggregator):
+        if isinstance(module, Dropout | FeedForward | LayerNorm | MLP | TransformerAggregator):
             module.fused = False
 
 

@@ -12,10 +12,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, check_number, reject
+from retreever.nn.cpu_block import block_fits, finish_rows
 from retreever.nn.dropout import Dropout, drop
 from retreever.nn.fused_attention import attention
+from retreever.nn.fused_block import finish_fused, fits, project_fused
 from retreever.nn.geglu import geglu
 from retreever.nn.layer_norm import LayerNorm
+from retreever.nn.relu_layers import layers_fit, relu_layers
 from retreever.nn.triton_here import triton_installed
 
 Residual = Literal["pre", "normalised", "doubled", "none"]
@@ -31,8 +34,10 @@ FEW = 16
 class MLP(nn.Sequential):
     """`depth` linear layers with an activation between them, for coordinates, values and predictions.
 
-    Those need all their digits: under autocast it stays in full precision.
+    Those need all their digits: under autocast it stays in full precision. `fused = False` leaves gradients to torch.
     """
+
+    fused = True
 
     def __init__(
         self, width_in: int, hidden: int, width_out: int, depth: int, activation: type[nn.Module] = nn.ReLU
@@ -45,6 +50,8 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if not torch.is_autocast_enabled(x.device.type):
+            if self.fused and self.training and layers_fit(x, layers := list(self)):
+                return relu_layers(x, layers)
             return super().forward(x)  # type: ignore[no-untyped-call]
         with torch.autocast(x.device.type, enabled=False):
             return super().forward(x.float())  # type: ignore[no-untyped-call]
@@ -66,7 +73,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         up = self.up(x)
-        if self.fused and up.requires_grad and not torch.compiler.is_compiling():
+        wanted = up.requires_grad and (self.training or not up.is_cpu)
+        if self.fused and wanted and not torch.compiler.is_compiling():
             gated = geglu(up)
         else:
             value, gate = up.chunk(2, dim=-1)
@@ -93,6 +101,8 @@ class AttentionBlock(nn.Module):
         dropout: on the feed-forward output and on the weights of plain attention.
         bias: of the query, key and value projections.
     """
+
+    fused = True  # on CUDA; False leaves gradients to torch
 
     def __init__(
         self,
@@ -135,6 +145,10 @@ class AttentionBlock(nn.Module):
         self, query: Float[Tensor, "b m d"], normed: Float[Tensor, "b m d"], attended: Float[Tensor, "b m h e"]
     ) -> Float[Tensor, "b m d"]:
         """Output projection, residual and feed-forward."""
+        if fits(self, query) or block_fits(self, query):
+            residual = {"pre": query, "normalised": normed}.get(self.residual)
+            finish = finish_fused if query.is_cuda else finish_rows
+            return finish(self, query + normed if residual is None else residual, attended)
         out = self.to_out(attended.flatten(-2))
         if self.residual == "pre":
             out = query + out
@@ -170,8 +184,11 @@ class AttentionBlock(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
         """The whole block with plain attention from `query` to `context`."""
-        normed, q = self.start(query)
-        keys, values = self.key_values(context)
+        if query is context and self.context_norm is None and self.to_q.bias is None and fits(self, query):
+            normed, q, keys, values = project_fused(self, query)
+        else:
+            normed, q = self.start(query)
+            keys, values = self.key_values(context)
         return self.finish(query, normed, self.attend(q, keys, values, mask))
 
 

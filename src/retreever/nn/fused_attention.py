@@ -74,7 +74,7 @@ class FusedAttention(torch.autograd.Function):
 def _shared(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> dict[str, Any]:
     """Arguments all kernels take; strides are in elements."""
     from retreever.nn.attention_kernel import KEYS, LOG2E, QUERIES
-    from retreever.nn.norm_linear_kernel import precision
+    from retreever.nn.product_kernel import precision
 
     e = q.shape[-1]
     strides = {

@@ -9,22 +9,42 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from retreever.cpu.numba_here import plain_floats
 
-def gate(up: Float[Tensor, "*b two_h"], opened: Float[Tensor, "*b h"], gated: Float[Tensor, "*b h"]) -> None:
-    """Write gelu(gate), which the gradient needs, into `opened` and value * gelu(gate) into `gated`."""
+
+def gate(up: Float[Tensor, "*b two_h"], opened: Float[Tensor, "*b h"] | None, gated: Float[Tensor, "*b h"]) -> None:
+    """Write value * gelu(gate) into `gated`, and gelu(gate), which the gradient needs, into `opened`.
+
+    Kernels that make it again (`gates_again`) have none.
+    """
+    if opened is None:
+        from retreever.cpu.geglu_kernel import gate_rows
+
+        gate_rows(up, None, gated)
+        return
     value, gates = up.chunk(2, dim=-1)
     torch.ops.aten.gelu.out(gates, out=opened)
     torch.mul(value, opened, out=gated)
 
 
 def gate_backward(
-    grad: Float[Tensor, "*b h"], up: Float[Tensor, "*b two_h"], opened: Float[Tensor, "*b h"], out: Tensor
+    grad: Float[Tensor, "*b h"], up: Float[Tensor, "*b two_h"], opened: Float[Tensor, "*b h"] | None, out: Tensor
 ) -> None:
     """Write the gradient of `up` into `out`."""
+    if opened is None:
+        from retreever.cpu.geglu_kernel import gate_gradient_rows
+
+        gate_gradient_rows(grad, up, None, out)
+        return
     value, gates = up.chunk(2, dim=-1)
     d_value, d_gates = out.chunk(2, dim=-1)
     torch.mul(grad, opened, out=d_value)
     torch.ops.aten.gelu_backward.grad_input(grad * value, gates, grad_input=d_gates)
+
+
+def gates_again(up: Float[Tensor, "*b two_h"]) -> bool:
+    """Whether kernels take `up`: on a CPU making gelu(gate) again takes less time than keeping it."""
+    return plain_floats(up)
 
 
 def geglu(up: Float[Tensor, "*b two_h"]) -> Float[Tensor, "*b h"]:
@@ -38,7 +58,7 @@ class _Geglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up: Tensor) -> Tensor:
         half = (*up.shape[:-1], up.shape[-1] // 2)
-        opened, gated = up.new_empty(half), up.new_empty(half)
+        opened, gated = None if gates_again(up) else up.new_empty(half), up.new_empty(half)
         gate(up, opened, gated)
         ctx.save_for_backward(up, opened)
         return gated

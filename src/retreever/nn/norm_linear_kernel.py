@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from retreever.nn.product_kernel import precision
+
 ROWS, COLUMNS = 64, 64
 
 
@@ -46,12 +48,6 @@ def norm_linear_rows(
             result += tl.load(bias + unit)[None, :]
         cells = out + row[:, None] * OUT + unit[None, :]
         tl.store(cells, result.to(out.dtype.element_ty), mask=inside[:, None])
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Products of float32 keep float32 accuracy (three passes of tf32) unless the user allows tf32."""
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return "tf32x3" if exact else "tf32"
 
 
 def fits(x: Tensor, linear: nn.Linear) -> bool:

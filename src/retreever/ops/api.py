@@ -64,7 +64,9 @@ def tree_attention(
     """
     if not _fits(q, keys, values, plan, node_mask, noise):
         _explain(q, keys, values, plan, node_mask, noise)
-    return TreeAttention._make(_backend(impl, q)(q, keys, values, plan, node_mask, noise))
+    # Asking for the device takes four times as long.
+    backend = _RESOLVED.get((impl, "cpu" if q.is_cpu else q.device.type, q.dtype)) or _resolve(impl, q)
+    return tuple.__new__(TreeAttention, backend(q, keys, values, plan, node_mask, noise))
 
 
 def full_attention(
@@ -97,13 +99,11 @@ def unavailable(impl: Impl, device: str, dtype: torch.dtype) -> str | None:
 _RESOLVED: dict[tuple[str, str, torch.dtype], Backend] = {}
 
 
-def _backend(impl: Impl, q: Tensor) -> Backend:
+def _resolve(impl: Impl, q: Tensor) -> Backend:
     """The function behind a name, found once per kind of tensors."""
-    kind = (impl, "cpu" if q.is_cpu else q.device.type, q.dtype)  # asking for the device takes four times as long
-    found = _RESOLVED.get(kind)
-    if found is not None:
-        return found
+    kind = (impl, q.device.type, q.dtype)
     name = _choose(*kind)
+    found: Backend
     if name == "triton":
         from retreever.ops.triton import tree_attention_triton
 
@@ -142,24 +142,22 @@ def _fits(
     q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, node_mask: Tensor | None, noise: Tensor | None
 ) -> bool:
     """All checks at once, as cheap as they can be; what is wrong is found out only when something is."""
-    if not (isinstance(q, Tensor) and isinstance(keys, Tensor) and isinstance(values, Tensor) and q.dim() == 4):
+    try:
+        b, _, h, e = q.shape
+        shape, dtype = keys.shape, q.dtype
+        return (
+            shape == values.shape == (b, plan.nodes, h, e)
+            and dtype == keys.dtype == values.dtype
+            and dtype.is_floating_point
+            and ((q.is_cpu and keys.is_cpu and values.is_cpu) or keys.device == values.device == q.device)
+            and (node_mask is None or _mask_fits(node_mask, shape, q.device))
+            and (noise is None or _noise_fits(noise, q, plan))
+        )
+    except (AttributeError, ValueError):  # no tensors, no plan, or other than four axes
         return False
-    if not isinstance(plan, TreePlan):
-        return False
-    b, _, h, e = q.shape
-    shape, dtype = keys.shape, q.dtype
-    return (
-        shape == (b, plan.nodes, h, e)
-        and values.shape == shape
-        and keys.dtype == dtype == values.dtype
-        and dtype.is_floating_point
-        and ((q.is_cpu and keys.is_cpu and values.is_cpu) or keys.device == values.device == q.device)
-        and (node_mask is None or _mask_fits(node_mask, shape, q.device))
-        and (noise is None or _noise_fits(noise, q, plan))
-    )
 
 
-def _mask_fits(node_mask: Tensor, shape: torch.Size, device: torch.device) -> bool:
+def _mask_fits(node_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> bool:
     fits = isinstance(node_mask, Tensor) and node_mask.shape == shape[:2]
     return fits and node_mask.dtype == torch.bool and node_mask.device == device
 

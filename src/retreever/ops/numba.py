@@ -2,21 +2,13 @@
 
 Plain tensors go straight to the compiled kernels, for at one query the machinery of custom ops would take longer than
 the search, tens of times. Whenever somebody looks on (torch.compile, fake tensors, modes) the custom ops are called.
-
-Large calls are shared with a few Python threads: the kernels release the GIL. Numba's own parallel layer would have
-forked workers of a DataLoader killed once the parent has used it.
 """
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,12 +19,12 @@ from retreever.tree.plan import TreePlan
 
 try:
     import numba
-    import numpy as np
-    from numba import types
 
+    from retreever.cpu.numba_run import GRAIN, Entries, run
+    from retreever.cpu.simd_kernel import LANES, ROOM
     from retreever.ops.numba_backward import backward_nodes, backward_scores
     from retreever.ops.numba_kernels import forward
-    from retreever.ops.numba_simd import LANES
+    from retreever.ops.numba_single import forward_single
 
     _MISSING = None
 except ImportError as error:
@@ -47,8 +39,6 @@ _BACKWARD_SCHEMA = (
     " Tensor? node_mask, Tensor path, Tensor output, Tensor lse, int branch, int depth, int block)"
     " -> (Tensor, Tensor, Tensor)"
 )
-# Multiply-adds a thread must get before it is worth waking: it comes 25 us late and costs the caller 15 us.
-_GRAIN = 200_000
 
 
 def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -57,6 +47,12 @@ def _empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 # What code made by torch.compile allocates with takes half the time.
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", _empty)
+# Looked up once: on the way to one query every dot in a name counts.
+_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_grad_enabled = torch.is_grad_enabled
+_int64 = torch.int64
 
 
 def unavailable(q: Tensor) -> str | None:
@@ -85,97 +81,48 @@ def tree_attention_numba(
     The tensors must fit together as `ops.api` checks, and `unavailable(q)` must be None.
     """
     if (
-        torch.compiler.is_dynamo_compiling()
+        _compiling()
         or not (type(q) is type(keys) is type(values) is Tensor)  # fake tensors, parameters, users' own classes
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack()
+        or _dispatch_modes()
+        or _transforms()
     ):
         return _forward_op(q, keys, values, node_mask, noise, plan.branch, plan.depth, plan.block)[:4]
-    if torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad or values.requires_grad):
+    if _grad_enabled() and (q.requires_grad or keys.requires_grad or values.requires_grad):
         return _Direct.apply(q, keys, values, node_mask, noise, plan.branch, plan.depth, plan.block)[:4]
+    if node_mask is None and noise is None and (found := _single(q, keys, values, plan)) is not None:
+        return found
     return _forward(None, q, keys, values, node_mask, noise, plan.branch, plan.depth, plan.block)
 
 
-class _Entries(dict[torch.dtype, tuple[Callable[..., None], Any]]):
-    """Entry points of a kernel by dtype, compiled on first use, each with a number of that type."""
-
-    def __init__(self, kernel: Any, *lengths: int) -> None:
-        self.kernel, self.lengths = kernel, lengths
-
-    def __missing__(self, dtype: torch.dtype) -> tuple[Callable[..., None], Any]:
-        real = np.float32(1) if dtype == torch.float32 else np.float64(1)
-        tuples = (types.UniTuple(types.int64, length) for length in self.lengths)
-        signature = (*tuples, types.int64, types.int64, types.float32 if dtype == torch.float32 else types.float64)
-        try:
-            entry = self.kernel.compile(signature)
-        except Exception:  # a cache folder that went away or a damaged file in it: nobody should notice
-            entry = numba.njit(self.kernel.py_func, error_model="numpy", nogil=True).compile(signature)
-        self[dtype] = entry, real
-        return self[dtype]
-
-
 if _MISSING is None:
-    _FORWARD = _Entries(forward, 10, 4, 4, 6)
-    _BACKWARD_SCORES = _Entries(backward_scores, 13, 4, 4, 6)
-    _BACKWARD_NODES = _Entries(backward_nodes, 7, 7)
+    _FORWARD = Entries(forward, 10, 4, 4, 6)
+    _SINGLE = Entries(forward_single, 7, 4, 5)
+    _BACKWARD_SCORES = Entries(backward_scores, 13, 4, 4, 6)
+    _BACKWARD_NODES = Entries(backward_nodes, 7, 7)
 
 
-class _Team:
-    """Threads that help with large calls. A forked child starts without any and gets its own."""
-
-    def __init__(self) -> None:
-        self.reset()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.reset)
-
-    def reset(self) -> None:
-        self.jobs: SimpleQueue[Any] = SimpleQueue()
-        self.lock = threading.Lock()
-        self.size = 0
-
-    def help(self, helpers: int, job: tuple[Any, ...]) -> None:
-        """Let `helpers` threads join a computation when they wake: (entry, arguments, what must stay alive)."""
-        with self.lock:
-            while self.size < helpers:
-                threading.Thread(target=self._work, args=(self.jobs,), name="retreever", daemon=True).start()
-                self.size += 1
-        for _ in range(helpers):
-            self.jobs.put(job)
-
-    @staticmethod
-    def _work(jobs: SimpleQueue[Any]) -> None:
-        while True:
-            entry, arguments, alive = jobs.get()
-            with suppress(MemoryError):  # raised before it took an item: the others do without it
-                entry(*arguments)
-            del alive  # hold no tensors while waiting
-
-
-_team = _Team()
-
-
-def _run(
-    entries: _Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: list[Any]
-) -> None:
-    """Compute all items of a kernel, with as many threads as torch uses where the work pays for waking them.
-
-    Threads take one item after the other: one that wakes late, or not at all on a busy machine, delays nobody. Who
-    computes an item makes no difference to the result.
-    """
-    entry, real = entries[dtype]
-    helpers = min(torch.get_num_threads(), items, work // _GRAIN) - 1
-    if helpers < 1:
-        entry(*arguments, items, 0, real)
-        return
-    turns = np.zeros(2, np.int64)  # items taken, items done
-    arguments = (*arguments, items, turns.ctypes.data, real)
-    _team.help(helpers, (entry, arguments, (turns, alive)))
-    entry(*arguments)
-    polls = 0
-    while turns[1] < items:  # at most one item per helper is still under way, unless something holds it up
-        if (polls := polls + 1) > 200:
-            time.sleep(5e-5)
-    alive.clear()  # a helper still asleep will find nothing to do
+def _single(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """One query per row for a few rows, or None where that takes more than a straight walk."""
+    b, m, h, e = q.shape
+    strides = keys.stride()
+    alike = strides == values.stride() and strides[3] == 1
+    if not (m == 1 and alike and b <= LANES >= h and plan.tokens < ROOM and q.is_contiguous()):
+        return None
+    dtype, rows, ones, width = q.dtype, (b, 1), (1, 1), h * e
+    output = _empty((b, 1, h, e), (width, width, e, 1), dtype)
+    path, log_prob, entropy = _empty(rows, ones, _int64), _empty(rows, ones, dtype), _empty(rows, ones, dtype)
+    tensors = (
+        q.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        output.data_ptr(),
+        path.data_ptr(),
+        log_prob.data_ptr(),
+        entropy.data_ptr(),
+    )
+    entry, real = _SINGLE[dtype]
+    entry(tensors, strides, (h, e, plan.branch, plan.depth, plan.block), b, 0, real)
+    return output, path, log_prob, entropy
 
 
 def _forward(
@@ -190,42 +137,16 @@ def _forward(
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, m, h, e = q.shape
-    dtype = q.dtype
-    if not q.is_contiguous():
-        q = q.contiguous()
-    if (key_strides := keys.stride())[3] != 1:
-        key_strides = (keys := keys.contiguous()).stride()
-    if (value_strides := values.stride())[3] != 1:
-        value_strides = (values := values.contiguous()).stride()
-    if node_mask is not None:
-        node_mask = node_mask.contiguous()
-    if noise is not None:
-        noise = noise.to(dtype).contiguous()
-    queries, rows = (b, m), (m, 1)
-    output = _empty((b, m, h, e), q.stride(), dtype)
-    path = _empty(queries, rows, torch.int64)
-    log_prob = _empty(queries, rows, dtype)
-    entropy = _empty(queries, rows, dtype)
-    tensors = (
-        q.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        0 if node_mask is None else node_mask.data_ptr(),
-        0 if noise is None else noise.data_ptr(),
-        output.data_ptr(),
-        path.data_ptr(),
-        log_prob.data_ptr(),
-        entropy.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-    )
-    sizes = (m, h, e, branch, depth, block)
-    work = b * m * h * e * (branch * depth + block)
-    if work < 2 * _GRAIN:  # what `_run` would find, at less cost
-        entry, real = _FORWARD[dtype]
-        entry(tensors, key_strides, value_strides, sizes, b * -(-m // LANES), 0, real)
-    else:
-        alive = [q, keys, values, node_mask, noise, output, path, log_prob, entropy, lse]
-        _run(_FORWARD, dtype, (tensors, key_strides, value_strides, sizes), b * -(-m // LANES), work, alive)
+    q = q.contiguous()
+    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
+    node_mask = None if node_mask is None else node_mask.contiguous()
+    noise = None if noise is None else noise.to(q.dtype).contiguous()
+    output, path = torch.empty_like(q), q.new_empty(b, m, dtype=torch.int64)
+    log_prob, entropy = q.new_empty(b, m), q.new_empty(b, m)
+    tensors = (q, keys, values, node_mask, noise, output, path, log_prob, entropy, lse)
+    sizes, work = (m, h, e, branch, depth, block), b * m * h * e * (branch * depth + block)
+    arguments = (_addresses(*tensors), keys.stride(), values.stride(), sizes)
+    run(_FORWARD, q.dtype, arguments, b * -(-m // LANES), work, [*tensors])
     return output, path, log_prob, entropy
 
 
@@ -269,7 +190,7 @@ def _backward(
     read = (q, keys, values, node_mask, path, output, lse, grad_output, grad_log_prob, grad_entropy)
     written = (grads[0], shares, slopes)
     sizes = (m, h, e, branch, depth, block)
-    _run(
+    run(
         _BACKWARD_SCORES,
         q.dtype,
         (_addresses(*read, *written), keys.stride(), values.stride(), sizes),
@@ -278,8 +199,8 @@ def _backward(
         [*read, *written],
     )
     used = (q, grad_output, path, shares, slopes, grads[1], grads[2])
-    groups = max(1, min(h, 2 * torch.get_num_threads() // max(b, 1), work // _GRAIN))
-    _run(_BACKWARD_NODES, q.dtype, (_addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
+    groups = max(1, min(h, 2 * torch.get_num_threads() // max(b, 1), work // GRAIN))
+    run(_BACKWARD_NODES, q.dtype, (_addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
     return grads
 
 

@@ -13,26 +13,12 @@ import math
 
 import numpy as np
 
-from retreever.ops.numba_kernels import (
-    BYTE,
+from retreever.cpu.simd_kernel import (
     INDEX,
-    Tile,
-    claim,
-    dot,
-    finish,
-    hide,
-    lanes,
-    leaves,
-    policy,
-    read,
-    rows_of,
-    score,
-    softmax,
-    spread,
-)
-from retreever.ops.numba_simd import (
     LANES,
+    claim,
     exp,
+    finish,
     fma,
     kernel,
     larger,
@@ -45,6 +31,20 @@ from retreever.ops.numba_simd import (
     store_first,
     where_equal,
     where_less,
+)
+from retreever.ops.numba_kernels import (
+    BYTE,
+    Tile,
+    dot,
+    hide,
+    lanes,
+    leaves,
+    policy,
+    read,
+    rows_of,
+    score,
+    softmax,
+    spread,
 )
 
 

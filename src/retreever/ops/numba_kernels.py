@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retreever.ops.numba_simd import (
+from retreever.cpu.simd_kernel import (
+    INDEX,
     LANES,
+    claim,
     exp,
-    fetch_add,
+    finish,
     fma,
     kernel,
     larger,
@@ -37,7 +39,6 @@ from retreever.ops.numba_simd import (
 )
 
 BYTE = np.uint8(0)
-INDEX = np.int64(0)
 
 
 class Tile(NamedTuple):
@@ -63,21 +64,6 @@ def leaves(branch, depth):
         blocks *= branch
         offset += blocks
     return offset, blocks
-
-
-@part
-def claim(turns, index):
-    """The item after `index`; or, if threads share the work, the next one nobody has taken."""
-    if turns:
-        return fetch_add(pointer(turns, INDEX))
-    return index + 1
-
-
-@part
-def finish(turns):
-    """Count an item as done, where others wait for it."""
-    if turns:
-        fetch_add(pointer(turns + 8, INDEX))
 
 
 @part

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 class ActivitySettings(PointSettings):
     """One run on windows of four body tags' positions."""
 
-    steps: int = 20_000
-    batch: int = 256
+    steps: int = 6_000
+    batch: int = 64
     lr: float = 1e-3
     warmup: int = 500
     evaluate_every: int = 500
     save_every: int = 500
+    dropout: float = 0.1
+    """Dropout of all models."""
     order: Order = "given"
     """How tokens are laid on the leaves; time points come in order."""
     split: Literal["paper", "recording"] = "paper"
@@ -39,8 +41,11 @@ class ActivitySettings(PointSettings):
     largest: ClassVar[int] = 50
     small: ClassVar[dict[str, Any]] = {
         "steps": 400, "batch": 32, "warmup": 40, "layers": 2, "evaluate_every": 100, "save_every": 400,
+        "dropout": 0.0,
     }  # fmt: skip
-    published: ClassVar[dict[str, Any]] = {"lr": 5e-4, "warmup": 0, "steps": 17_000, "clip": 0.0, "precision": "fp32"}
+    published: ClassVar[dict[str, Any]] = {
+        "lr": 5e-4, "warmup": 0, "steps": 17_000, "batch": 256, "clip": 0.0, "dropout": 0.0, "precision": "fp32",
+    }  # fmt: skip
 
     @property
     def variant(self) -> str:

@@ -51,8 +51,7 @@ def train(settings: Sequence[Settings], where: Where) -> None:
         reject("resume", "one of --resume and --overwrite", "both")
     if where.tensorboard:
         summary_writer()
-    if any(one.deterministic for one in settings):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the device is first used
+    _set_up_device(settings)
     with ranks_of_job(str(find_device(where.device))) as (ranks, device):
         tasks: dict[TestableTask, TestableTask] = {}
         plans = [_plan(one, where, ranks, tasks) for one in settings]
@@ -66,6 +65,13 @@ def train(settings: Sequence[Settings], where: Where) -> None:
         for plan in plans:
             if ranks.first:
                 print(_line(plan))
+
+
+def _set_up_device(settings: Sequence[Settings]) -> None:
+    """What is read when the device is first used."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # 8 queues would make runs side by side wait in line
+    if any(one.deterministic for one in settings):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _plan(settings: Settings, where: Where, ranks: Ranks, tasks: dict[TestableTask, TestableTask]) -> Plan:

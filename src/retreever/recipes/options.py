@@ -30,7 +30,7 @@ class Where:
     """Folder that holds the datasets; without it RETREEVER_DATA, or the default `retreever data list` shows."""
     device: str = "auto"
     """cpu, cuda, or auto."""
-    at_once: int = 8
+    at_once: int = 16
     """Runs that train side by side on a GPU; on a CPU they go one after another."""
     resume: bool = False
     """Go on with runs that were stopped."""

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from retreever.nn.blocks import AttentionBlock
-from retreever.nn.norm_linear_kernel import normalise, precision, project
+from retreever.nn.norm_linear_kernel import normalise, project
+from retreever.nn.product_kernel import precision
 from retreever.tree.plan import TreePlan, tree_depth
 
 # Rows of a tile on long levels and on short ones, and the number of families up to which a level is short: there the

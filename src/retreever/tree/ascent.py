@@ -8,6 +8,7 @@ out of one draw. What is cheap to make again, the norms, is not kept.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,25 +16,38 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from retreever.cpu.numba_here import numba_runs
+from retreever.cpu.one_thread import one_thread
+from retreever.cpu.team import row_parts
+from retreever.nn import fused_block
 from retreever.nn.blocks import FEW, AttentionBlock
 from retreever.nn.dropout import keep
+from retreever.nn.geglu import gates_again
 from retreever.tree.level import Descent, Form, Kept, Level, Weights, level_up
 from retreever.tree.plan import TreePlan
 
-# More nodes than these no longer fit a CPU's cache: there a level at a time, forgotten on the way, is quicker.
-CPU_ROWS = 2048
+# More nodes than these no longer fit a CPU's cache: there a level at a time, forgotten on the way, is quicker. Kernels,
+# which go over them less often, do well with more.
+CPU_ROWS, KERNEL_ROWS = 2048, 1 << 15
+FEW_ROWS = 512  # up to here one thread is through with a level before a second one has woken up
 Masks = list[Bool[Tensor, "b _"]] | None  # each level has its own number of nodes
 
 
 def fits(layer: AttentionBlock, plan: TreePlan, leaves: Tensor) -> bool:
     """Whether training goes this way: a gradient is wanted, nobody needs the single steps, families are small."""
     wanted = torch.is_grad_enabled() and (leaves.requires_grad or layer.to_q.weight.requires_grad)
-    watched = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
     covered = (layer.residual, layer.shared_norm) in (("pre", True), ("normalised", False))
     covered = covered and layer.context_norm is None and layer.feed_forward is not None and layer.to_q.bias is None
     covered = covered and plan.depth > 0 and plan.branch**2 <= FEW and leaves.numel() > 0
-    covered = covered and not (leaves.is_cpu and len(leaves) * plan.nodes > CPU_ROWS)
-    return wanted and covered and not watched and not torch.is_autocast_enabled(leaves.device.type)
+    covered = covered and (not leaves.is_cpu or _quick_on_cpu(layer, len(leaves) * plan.nodes))
+    return wanted and covered and not torch.is_autocast_enabled(leaves.device.type)
+
+
+def _quick_on_cpu(layer: AttentionBlock, rows: int) -> bool:
+    """In training alone: kernels round differently, and elsewhere the bits are the same with and without gradients."""
+    return layer.training and rows <= (KERNEL_ROWS if numba_runs() else CPU_ROWS)
 
 
 def ascend(
@@ -47,23 +61,48 @@ def ascend(
     weights = [*norm, qkv, *(weight for pair in others for weight in pair)]
     form = Form(layer.heads, layer.residual == "pre", layer.dropout if layer.training else 0.0)
     function: Any = _Ascent
-    nodes: Tensor = function.apply(leaves, plan, masks, form, detach, *weights)
+    if _fused(layer, plan, leaves):
+        from retreever.tree.fused_ascent import FusedAscent
+
+        function = FusedAscent
+    elif len(shares := row_parts(len(leaves), leaves, plan.nodes)) > 1:
+        return _shared(plan, leaves, masks, shares, form, detach, weights)
+    nodes: Tensor = function.apply(leaves, levels_of(plan, leaves, masks), form, detach, *weights)
     return nodes
+
+
+def _shared(
+    plan: TreePlan, leaves: Tensor, masks: Masks, shares: list[slice], form: Form, detach: bool, weights: list[Tensor]
+) -> Tensor:
+    """By several threads of a CPU, which share the batch."""
+    from retreever.tree.cpu_ascent import SharedAscent
+
+    of_shares = ([mask[share] for mask in masks] if masks is not None else None for share in shares)
+    levels = [levels_of(plan, leaves[share], real) for share, real in zip(shares, of_shares, strict=True)]
+    function: Any = SharedAscent
+    nodes: Tensor = function.apply(leaves, shares, levels, form, detach, *weights)
+    return nodes
+
+
+def _fused(layer: AttentionBlock, plan: TreePlan, leaves: Tensor) -> bool:
+    """Whether fused kernels climb: on CUDA, where families fill tiles."""
+    return all(size & (size - 1) == 0 for size in (plan.branch, plan.block)) and fused_block.fits(layer, leaves)
 
 
 class _Ascent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaves: Tensor, plan: TreePlan, masks: Masks, form: Form, detach: bool, *w: Tensor) -> Tensor:
+    def forward(ctx: Any, leaves: Tensor, levels: list[Level], form: Form, detach: bool, *w: Tensor) -> Tensor:
         b, _, d = leaves.shape
-        ctx.levels, ctx.form, ctx.detach = levels_of(plan, leaves, masks), form, detach
-        kept = _make_room(plan, leaves, ctx.levels[-1], form, w[-2].shape[1])
+        ctx.levels, ctx.form, ctx.detach = levels, form, detach
+        kept = make_room(leaves, levels[-1], form, w[-2].shape[1])
         for level in ctx.levels:
-            level_up(kept, level, Weights(*w), form)
+            with _alone(level, leaves):
+                level_up(kept, level, Weights(*w), form)
         ctx.save_for_backward(*kept, *w)
         down = [*(level.parents for level in reversed(ctx.levels)), ctx.levels[0].rows]
-        levels = [kept.nodes[rows].view(b, -1, d) for rows in down]
-        ctx.sizes = [level.shape[1] for level in levels]
-        return torch.cat(levels, dim=1)
+        parts = [kept.nodes[rows].view(b, -1, d) for rows in down]
+        ctx.sizes = [part.shape[1] for part in parts]
+        return torch.cat(parts, dim=1)
 
     @staticmethod
     @once_differentiable
@@ -73,12 +112,18 @@ class _Ascent(torch.autograd.Function):
         *tops, leaves = grad.split_with_sizes(ctx.sizes, dim=1)
         below = None  # the gradient that the level above hands down to its children
         for level, top in zip(reversed(ctx.levels), tops, strict=True):
-            below = descent.level_down(level, _total(top, below).reshape(-1, grad.shape[2]), ctx.detach)
-        leaves = _total(leaves, below)
-        return leaves, None, None, None, None, *descent.of_weights()
+            with _alone(level, grad):
+                below = descent.level_down(level, total_of(top, below).reshape(-1, grad.shape[2]), ctx.detach)
+        leaves = total_of(leaves, below)
+        return leaves, None, None, None, *descent.of_weights()
 
 
-def _total(own: Tensor, below: Tensor | None) -> Tensor:
+def _alone(level: Level, like: Tensor) -> AbstractContextManager[None]:
+    return one_thread(like.is_cpu and level.rows.stop - level.rows.start <= FEW_ROWS)
+
+
+def total_of(own: Tensor, below: Tensor | None) -> Tensor:
+    """A level's own gradient and what comes from the level above it, where something does."""
     return own if below is None else below.view(own.shape).add_(own)
 
 
@@ -101,19 +146,21 @@ def _padding(real: Tensor, parents: Tensor, children: int, dtype: torch.dtype) -
     return counts[..., None], (parents.reshape(-1, 1) > real)[:, None, :, None]
 
 
-def _make_room(plan: TreePlan, leaves: Tensor, top: Level, form: Form, hidden: int) -> Kept:
-    b, _, d = leaves.shape
+def make_room(leaves: Tensor, top: Level, form: Form, hidden: int) -> Kept:
+    """Buffers for all levels, with the leaves in their place and dropout drawn."""
+    b, count, d = leaves.shape
     rows, cells, new = top.rows.stop, top.cells.stop, leaves.new_empty
-    nodes = new(b * plan.nodes, d)
-    nodes[: b * plan.leaves] = leaves.reshape(-1, d)
+    nodes = new(top.parents.stop, d)
+    nodes[: b * count] = leaves.reshape(-1, d)
+    up = new(rows, 2 * hidden)
     return Kept(
         nodes,
         new(rows, 3 * d),
         new(cells, form.heads),
         new(rows, d),
         new(rows, d),
-        new(rows, 2 * hidden),
-        new(rows, hidden),
+        up,
+        None if gates_again(up) else new(rows, hidden),
         new(rows, hidden),
         keep((cells, form.heads), form.dropout, nodes) if form.dropout else None,
         keep((rows, d), form.dropout, nodes) if form.dropout else None,

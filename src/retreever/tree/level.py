@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retreever.cpu.numba_here import plain_floats
 from retreever.nn.geglu import gate, gate_backward
 from retreever.tree.siblings import attend, attend_backward
 
@@ -57,7 +58,7 @@ class Kept(NamedTuple):
     attended: Tensor
     added: Tensor
     up: Tensor
-    opened: Tensor
+    opened: Tensor | None
     gated: Tensor
     drop_shares: Tensor | None
     drop_fed: Tensor | None
@@ -82,11 +83,14 @@ def level_up(kept: Kept, level: Level, w: Weights, form: Form) -> None:
     """One level: what its children are to their parents."""
     rows, x, qkv, added = level.rows, kept.nodes[level.rows], kept.qkv[level.rows], kept.added[level.rows]
     d, split = x.shape[1], form.normed(x.shape[1])
-    normed = normalise(x, w.norm, w.norm_bias)[0]
+    normed = _normed(x, w.norm, w.norm_bias)
     torch.mm(normed, w.qkv[:split].t(), out=qkv[:, :split])
     if not form.pre:
         torch.mm(x, w.qkv[split:].t(), out=qkv[:, split:])
     attend(*_siblings(kept, level, form.heads), level.hidden, kept.attended[rows])
+    if kept.opened is None:
+        _feed_up(kept, level, w, form.pre, x if form.pre else normed)
+        return
     torch.addmm(w.out_bias, kept.attended[rows], w.out.t(), out=added).add_(x if form.pre else normed)
     fed_normed = normalise(added, w.feed_norm, w.feed_norm_bias)[0]
     torch.addmm(w.up_bias, fed_normed, w.up.t(), out=kept.up[rows])
@@ -101,6 +105,20 @@ def level_up(kept: Kept, level: Level, w: Weights, form: Form) -> None:
         torch.sum(family.mul_(level.counts), dim=1, out=kept.nodes[level.parents])
 
 
+def _feed_up(kept: Kept, level: Level, w: Weights, pre: bool, residual: Tensor) -> None:
+    """The same from the attention on, by kernels for a CPU; `kept.up` lacks its bias."""
+    from retreever.cpu.geglu_kernel import gate_rows
+    from retreever.cpu.rows_kernel import sum_norm_rows
+    from retreever.cpu.siblings_kernel import mean_of_families
+
+    rows, added = level.rows, torch.mm(kept.attended[level.rows], w.out.t(), out=kept.added[level.rows])
+    fed_normed = sum_norm_rows(added, w.out_bias, residual, w.feed_norm, w.feed_norm_bias)
+    gate_rows(torch.mm(fed_normed, w.up.t(), out=kept.up[rows]), w.up_bias, kept.gated[rows])
+    fed, drop = torch.mm(kept.gated[rows], w.down.t()), None if kept.drop_fed is None else kept.drop_fed[rows]
+    base = added if pre else fed_normed
+    mean_of_families(fed, w.down_bias, drop, base, level.counts, kept.nodes[level.parents])
+
+
 class Descent:
     """The way down: gradients of the rows of all levels, gathered so that a weight's is one product over all."""
 
@@ -110,6 +128,7 @@ class Descent:
         self.feed_norm = _Norm(kept.added, w.feed_norm, w.feed_norm_bias)
         self.qkv, self.up, self.fed = (x.new_empty(x.shape) for x in (kept.qkv, kept.up, kept.added))
         self.added: list[Tensor] = []  # level after level from the top
+        self.up_bias: list[Tensor] = []  # what each level adds to its gradient, from kernels
 
     def level_down(self, level: Level, above: Tensor, detach: bool) -> Tensor | None:
         """From the gradient of the parents to that of their children, which `detach` cuts."""
@@ -123,8 +142,8 @@ class Descent:
             slope.add_(added)
         if detach:
             return None
-        below = self.norm.down(rows)
-        return below.add_(added) if pre else below.addmm_(qkv[:, split:], w.qkv[split:])
+        below = self.norm.down(rows, added if pre else None)
+        return below if pre else below.addmm_(qkv[:, split:], w.qkv[split:])
 
     def _feed_down(self, level: Level, above: Tensor) -> Tensor:
         """From the parents through their mean and the feed-forward block."""
@@ -135,12 +154,16 @@ class Descent:
         torch.mul(above[:, None].expand(family), counts, out=total.view(family))
         if kept.drop_fed is not None:
             torch.mul(total, kept.drop_fed[rows], out=fed)
-        gate_backward(fed @ self.w.down, kept.up[rows], kept.opened[rows], self.up[rows])
+        if kept.opened is None:
+            from retreever.cpu.geglu_kernel import gate_gradient_rows
+
+            self.up_bias.append(gate_gradient_rows(fed @ self.w.down, kept.up[rows], self.w.up_bias, self.up[rows]))
+        else:
+            gate_backward(fed @ self.w.down, kept.up[rows], kept.opened[rows], self.up[rows])
         slope = torch.mm(self.up[rows], self.w.up, out=self.feed_norm.slope[rows])
         if not pre:
             slope.add_(total)
-        added = self.feed_norm.down(rows)
-        return added.add_(total) if pre else added
+        return self.feed_norm.down(rows, total if pre else None)
 
     def of_weights(self) -> Weights:
         """Each weight's gradient, once all levels are behind."""
@@ -153,7 +176,7 @@ class Descent:
             added.sum(dim=0),
             *self.feed_norm.of_weights(),
             self.up.t() @ self.feed_norm.normed,
-            self.up.sum(dim=0),
+            torch.stack(self.up_bias).sum(dim=0) if self.up_bias else self.up.sum(dim=0),
             self.fed.t() @ self.kept.gated,
             self.fed.sum(dim=0),
         )
@@ -164,15 +187,35 @@ class _Norm:
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor) -> None:
         self.x, self.weight, self.slope = x, weight, torch.empty_like(x)
-        self.normed, self.mean, self.scale = normalise(x, weight, bias)
+        self.sums: list[Tensor] = []  # what the rows so far add to the gradients of weight and bias, from kernels
+        self.fused = plain_floats(x)
+        if self.fused:
+            from retreever.cpu.rows_kernel import sum_norm_rows
 
-    def down(self, rows: slice) -> Tensor:
-        """Gradient of x in `rows`."""
-        return self._backward(rows, [True, False, False])[0]
+            self.normed = sum_norm_rows(x, None, None, weight, bias)
+        else:
+            self.normed, self.mean, self.scale = normalise(x, weight, bias)
+
+    def down(self, rows: slice, residual: Tensor | None) -> Tensor:
+        """Gradient of x in `rows`, plus `residual`."""
+        if self.fused:
+            from retreever.cpu.rows_kernel import norm_gradient_rows
+
+            below = torch.empty_like(self.slope[rows])
+            self.sums.append(norm_gradient_rows(self.slope[rows], self.x[rows], self.weight, residual, below))
+        else:
+            below = self._backward(rows, [True, False, False])[0]
+            below = below if residual is None else below.add_(residual)
+        return below
 
     def of_weights(self) -> tuple[Tensor, Tensor]:
         """Gradients of weight and bias."""
-        _, weight, bias = self._backward(slice(None), [False, True, True])
+        if not self.fused:
+            _, weight, bias = self._backward(slice(None), [False, True, True])
+            return weight, bias
+        if not self.sums:  # nobody asked for that of x
+            self.down(slice(None), None)
+        weight, bias, _ = torch.stack(self.sums).sum(dim=0).unbind()
         return weight, bias
 
     def _backward(self, rows: slice, wanted: list[bool]) -> tuple[Any, ...]:
@@ -186,6 +229,14 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, 
     """LN x, and the mean and scale its gradient needs."""
     normed, mean, scale = aten.native_layer_norm(x, x.shape[-1:], weight, bias, EPSILON)
     return normed, mean, scale
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    if plain_floats(x):
+        from retreever.cpu.rows_kernel import sum_norm_rows
+
+        return sum_norm_rows(x, None, None, weight, bias)
+    return normalise(x, weight, bias)[0]
 
 
 def _siblings(kept: Kept, level: Level, heads: int) -> tuple[Tensor, Tensor, Tensor | None]:

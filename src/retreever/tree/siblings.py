@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from retreever.cpu.numba_here import plain_floats
+
 Families = Float[Tensor, "g k 3 h e"]
 Pairs = Float[Tensor, "g k k h"]
 
@@ -27,6 +29,11 @@ def attend(
 
     Nobody attends to `hidden` children; some child of every family must not be.
     """
+    if _few(shares) and plain_floats(qkv, shares, out):
+        from retreever.cpu.siblings_kernel import attend_families
+
+        attend_families(qkv, shares, factor, hidden, out)
+        return
     q, keys, values = qkv.unbind(dim=2)
     scores = (q[:, :, None] * keys[:, None]).sum(dim=-1)
     if hidden is not None:
@@ -40,6 +47,11 @@ def attend_backward(
     qkv: Families, shares: Pairs, factor: Pairs | None, grad: Float[Tensor, "r d"], out: Families
 ) -> None:
     """From the gradient of what was read, write that of queries, keys and values into `out`."""
+    if _few(shares) and plain_floats(qkv, shares, grad, out):
+        from retreever.cpu.siblings_kernel import attend_families_gradient
+
+        attend_families_gradient(qkv, shares, factor, grad, out)
+        return
     q, keys, values = qkv.unbind(dim=2)
     d_q, d_keys, d_values = out.unbind(dim=2)
     slope = grad.view(q.shape)[:, :, None]
@@ -50,3 +62,8 @@ def attend_backward(
     d_scores = torch.ops.aten._softmax_backward_data(d_shares, shares, 2, shares.dtype)[..., None]
     torch.sum(d_scores * keys[:, None], dim=2, out=d_q)
     torch.sum(d_scores * q[:, :, None], dim=1, out=d_keys)
+
+
+def _few(shares: Pairs) -> bool:
+    """Whether the pairs of a family have room in a kernel."""
+    return shares[0].numel() <= 1024

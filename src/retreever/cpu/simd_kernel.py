@@ -1,10 +1,10 @@
-"""Explicit vectors for Numba kernels: `LANES` numbers in registers, with the few operations tree attention needs.
+"""Explicit vectors for Numba kernels: `LANES` numbers in registers, with the few operations the kernels need.
 
 What LLVM makes of a scalar loop depends on trip counts it does not know; these become the instructions meant, at every
 shape, and compile faster than a search for them. There are no fast-math flags: -inf marks a masked node and survives.
 """
 
-# mypy: allow-untyped-calls
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import math
@@ -15,11 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
 from numba.extending import lower_builtin, models, register_model, type_callable
 
 LANES = 16
+INDEX = np.int64(0)
+ROOM = 64
 _INT32 = ir.IntType(32)
 intrinsic: Any = extending.intrinsic  # its type describes the typing function, not the call in a kernel
 
@@ -27,6 +30,8 @@ intrinsic: Any = extending.intrinsic  # its type describes the typing function, 
 _jit: Callable[..., Any] = partial(njit, error_model="numpy")
 # A function kernels are made of.
 part: Callable[..., Any] = partial(_jit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# One that is put into its callers: calls lose what is in registers.
+step: Callable[..., Any] = partial(part, inline="always")
 
 
 def kernel(function: Callable[..., None]) -> Any:
@@ -35,7 +40,8 @@ def kernel(function: Callable[..., None]) -> Any:
     Numba renews what lies on disk when the file of `function` changes, not when what it calls does; so the name it is
     kept under tells the state of all kernel sources.
     """
-    sources = sorted(Path(__file__).parent.glob("numba_*.py"))
+    folders = Path(__file__).parents[1]
+    sources = sorted({*folders.glob("*/*kernel*.py"), *folders.glob("*/numba_*.py")})
     function.__qualname__ += f"_{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
     try:
         return _jit(function, nogil=True, cache=True)
@@ -82,6 +88,11 @@ def _spread(builder: ir.IRBuilder, value: Any) -> Any:
     undefined = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_INT32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_INT32, LANES), [0] * LANES))
+
+
+def _places() -> ir.Constant:
+    """The number of every lane."""
+    return ir.Constant(ir.VectorType(_INT32, LANES), list(range(LANES)))
 
 
 def _call(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any], suffix: str, **flags: Any) -> Any:
@@ -148,6 +159,26 @@ def splat(_typing: Any, x: Any, like: Any) -> Any:
     return Lanes(like)(like, like), lambda _context, builder, _signature, values: _spread(builder, values[0])
 
 
+@intrinsic
+def put(_typing: Any, vector: Any, place: Any, x: Any) -> Any:
+    """`vector` with the number `x` in lane `place`."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        # Inserting at a place known only at run time would go through memory.
+        here = builder.icmp_signed("==", _places(), _spread(builder, builder.trunc(values[1], _INT32)))
+        return builder.select(here, _spread(builder, values[2]), values[0])
+
+    return vector(vector, types.intp, vector.dtype), codegen
+
+
+@intrinsic
+def keep_first(_typing: Any, vector: Any, count: Any) -> Any:
+    """The first `count` lanes; 0 in the others."""
+    return vector(vector, types.intp), lambda _context, builder, _signature, v: builder.select(
+        _first(builder, v[1]), v[0], _constant(v[0].type, 0.0)
+    )
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -188,8 +219,7 @@ def store(_typing: Any, base: Any, index: Any, vector: Any) -> Any:
 
 def _first(builder: ir.IRBuilder, count: Any) -> Any:
     """True in the first `count` lanes."""
-    places = ir.Constant(ir.VectorType(_INT32, LANES), list(range(LANES)))
-    return builder.icmp_signed("<", places, _spread(builder, builder.trunc(count, _INT32)))
+    return builder.icmp_signed("<", _places(), _spread(builder, builder.trunc(count, _INT32)))
 
 
 @intrinsic
@@ -221,6 +251,34 @@ def store_first(_typing: Any, base: Any, index: Any, vector: Any, count: Any) ->
 
 
 @intrinsic
+def room(_typing: Any, like: Any) -> Any:
+    """Space for ROOM vectors until the kernel returns: on the stack, which takes no time to get."""
+    kind = types.CPointer(like)
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, _values: Any) -> Any:
+        vector = ir.VectorType(context.get_value_type(like), LANES)
+        with builder.goto_entry_block():
+            place = builder.alloca(vector, ROOM)
+        place.align = LANES * like.bitwidth // 8
+        return builder.bitcast(place, context.get_value_type(kind))
+
+    return kind(like), codegen
+
+
+@intrinsic
+def prefetch(_typing: Any, base: Any, index: Any) -> Any:
+    """Start to bring base[index] near, for it will be read soon; any address will do."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        where = builder.gep(values[0], [values[1]])
+        read, near, data = (ir.Constant(_INT32, i) for i in (0, 3, 1))
+        _call(builder, "llvm.prefetch", ir.VoidType(), [where, read, near, data], "p0")
+        return context.get_dummy_value()
+
+    return types.none(base, types.intp), codegen
+
+
+@intrinsic
 def fetch_add(_typing: Any, counter: Any) -> Any:
     """Add 1 to what `counter` points to and return what it held before; threads do so one after the other."""
 
@@ -228,6 +286,36 @@ def fetch_add(_typing: Any, counter: Any) -> Any:
         return builder.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "seq_cst")
 
     return types.int64(counter), codegen
+
+
+@part
+def take(base, index, rest):
+    """The numbers from base[index] on: LANES, or `rest` where that is less, then zeros."""
+    return load(base, index) if rest >= LANES else load_first(base, index, rest)
+
+
+@part
+def give(base, index, vector, rest):
+    """Write the lanes, or the first `rest` of them where that is less."""
+    if rest >= LANES:
+        store(base, index, vector)
+    else:
+        store_first(base, index, vector, rest)
+
+
+@part
+def claim(turns, index):
+    """The item after `index`; or, if threads share the work, the next one nobody has taken."""
+    if turns:
+        return fetch_add(pointer(turns, INDEX))
+    return index + 1
+
+
+@part
+def finish(turns):
+    """Count an item as done, where others wait for it."""
+    if turns:
+        fetch_add(pointer(turns + 8, INDEX))
 
 
 # ---------------------------------------------------------------- exp and log, by series

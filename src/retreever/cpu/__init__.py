@@ -1,0 +1,1 @@
+"""Kernels and threads for training and searching on a CPU."""
