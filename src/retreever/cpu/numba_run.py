@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -41,7 +41,7 @@ class Entries(dict[torch.dtype, tuple[Callable[..., None], Any]]):
 
 
 def run(
-    entries: Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: list[Any]
+    entries: Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: Sequence[Any]
 ) -> None:
     """Compute all items of a kernel, with as many threads as torch uses where the work pays for waking them.
 
@@ -49,10 +49,11 @@ def run(
     computes an item makes no difference to the result.
     """
     entry, real = entries[dtype]
-    helpers = min(torch.get_num_threads(), items, work // GRAIN) - 1
+    helpers = 0 if work < 2 * GRAIN else min(torch.get_num_threads(), items, work // GRAIN) - 1
     if helpers < 1:
         entry(*arguments, items, 0, real)
         return
+    alive = [*alive]
     turns = np.zeros(2, np.int64)  # items taken, items done
     arguments = (*arguments, items, turns.ctypes.data, real)
     team.help(helpers, (entry, arguments, (turns, alive)))

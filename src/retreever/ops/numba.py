@@ -137,16 +137,20 @@ def _forward(
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, m, h, e = q.shape
-    q = q.contiguous()
-    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
+    dtype, queries, rows = q.dtype, (b, m), (m, 1)
+    if not q.is_contiguous():
+        q = q.contiguous()
+    if (key_strides := keys.stride())[3] != 1:
+        key_strides = (keys := keys.contiguous()).stride()
+    if (value_strides := values.stride())[3] != 1:
+        value_strides = (values := values.contiguous()).stride()
     node_mask = None if node_mask is None else node_mask.contiguous()
-    noise = None if noise is None else noise.to(q.dtype).contiguous()
-    output, path = torch.empty_like(q), q.new_empty(b, m, dtype=torch.int64)
-    log_prob, entropy = q.new_empty(b, m), q.new_empty(b, m)
+    noise = None if noise is None else noise.to(dtype).contiguous()
+    output, path = _empty((b, m, h, e), q.stride(), dtype), _empty(queries, rows, _int64)
+    log_prob, entropy = _empty(queries, rows, dtype), _empty(queries, rows, dtype)
     tensors = (q, keys, values, node_mask, noise, output, path, log_prob, entropy, lse)
     sizes, work = (m, h, e, branch, depth, block), b * m * h * e * (branch * depth + block)
-    arguments = (_addresses(*tensors), keys.stride(), values.stride(), sizes)
-    run(_FORWARD, q.dtype, arguments, b * -(-m // LANES), work, [*tensors])
+    run(_FORWARD, dtype, (_addresses(*tensors), key_strides, value_strides, sizes), b * -(-m // LANES), work, tensors)
     return output, path, log_prob, entropy
 
 
@@ -157,7 +161,9 @@ def _forward_with_lse(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return tuple(
+        [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    )  # a list is quicker than a generator
 
 
 def _backward(
