@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import retreever.nn.blocks as blocks
 import retreever.tree.ascent as ascent
+import retreever.tree.level as level
 from retreever.nn.blocks import FEW
 from retreever.nn.dropout import keep
 from retreever.tree.aggregate import TransformerAggregator, make_aggregator
@@ -87,7 +88,7 @@ def test_the_same_as_level_by_level_with_the_same_dropout(
     module, context = aggregator(0.4, residual=residual).train(), torch.randn(3, 13, DIM, dtype=torch.float64)
     mask = torch.arange(13) < torch.tensor([13, 1, 6])[:, None] if masked else None
     drawn: list[Tensor] = []
-    monkeypatch.setattr(ascent, "keep", lambda *args: drawn.append(keep(*args)) or drawn[-1])
+    monkeypatch.setattr(level, "keep", lambda *args: drawn.append(keep(*args)) or drawn[-1])
     got = nodes_and_gradients(module, context, 2, mask)
     shares, fed = drawn
     plan = plan_for(13, 2, mask)
@@ -114,8 +115,8 @@ def test_float32_is_as_exact_as_level_by_level(residual: str) -> None:
 
 def test_it_is_the_way_of_training_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    inner = ascent.level_up
-    monkeypatch.setattr(ascent, "level_up", lambda *args: calls.append(1) or inner(*args))
+    inner = level.level_up
+    monkeypatch.setattr(level, "level_up", lambda *args: calls.append(1) or inner(*args))
     context = torch.randn(1, 9, DIM, dtype=torch.float64)
 
     def levels(module: nn.Module, branch: int = 2) -> int:

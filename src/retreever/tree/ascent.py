@@ -8,28 +8,25 @@ out of one draw. What is cheap to make again, the norms, is not kept.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from retreever.cpu.numba_here import numba_runs
-from retreever.cpu.one_thread import one_thread
 from retreever.cpu.team import row_parts
 from retreever.nn import fused_block
 from retreever.nn.blocks import FEW, AttentionBlock
-from retreever.nn.dropout import keep
-from retreever.nn.geglu import gates_again
-from retreever.tree.level import Descent, Form, Kept, Level, Weights, level_up
+from retreever.tree import level
+from retreever.tree.climb import Climb
+from retreever.tree.level import Form, Level
 from retreever.tree.plan import TreePlan
 
 # More nodes than these no longer fit a CPU's cache: there a level at a time, forgotten on the way, is quicker. Kernels,
 # which go over them less often, do well with more.
 CPU_ROWS, KERNEL_ROWS = 2048, 1 << 15
-FEW_ROWS = 512  # up to here one thread is through with a level before a second one has woken up
 Masks = list[Bool[Tensor, "b _"]] | None  # each level has its own number of nodes
 
 
@@ -56,75 +53,22 @@ def ascend(
     """The nodes of all levels over `leaves`; `masks` say which nodes are real, level by level from the leaves up."""
     feed: Any = layer.feed_forward
     qkv = torch.cat([layer.to_q.weight * layer.width**-0.5, layer.to_kv.weight])
-    parts: tuple[Any, ...] = (layer.norm, layer.to_out, layer.feed_norm, feed.up, feed.down)
-    norm, *others = ((part.weight, part.bias) for part in parts)
+    layers: tuple[Any, ...] = (layer.norm, layer.to_out, layer.feed_norm, feed.up, feed.down)
+    norm, *others = ((each.weight, each.bias) for each in layers)
     weights = [*norm, qkv, *(weight for pair in others for weight in pair)]
     form = Form(layer.heads, layer.residual == "pre", layer.dropout if layer.training else 0.0)
-    function: Any = _Ascent
-    if _fused(layer, plan, leaves):
-        from retreever.tree.fused_ascent import FusedAscent
-
-        function = FusedAscent
-    elif len(shares := row_parts(len(leaves), leaves, plan.nodes)) > 1:
-        return _shared(plan, leaves, masks, shares, form, detach, weights)
-    nodes: Tensor = function.apply(leaves, levels_of(plan, leaves, masks), form, detach, *weights)
-    return nodes
-
-
-def _shared(
-    plan: TreePlan, leaves: Tensor, masks: Masks, shares: list[slice], form: Form, detach: bool, weights: list[Tensor]
-) -> Tensor:
-    """By several threads of a CPU, which share the batch."""
-    from retreever.tree.cpu_ascent import SharedAscent
-
-    of_shares = ([mask[share] for mask in masks] if masks is not None else None for share in shares)
-    levels = [levels_of(plan, leaves[share], real) for share, real in zip(shares, of_shares, strict=True)]
-    function: Any = SharedAscent
-    nodes: Tensor = function.apply(leaves, shares, levels, form, detach, *weights)
+    fused = _fused(layer, plan, leaves)
+    steps = import_module("retreever.tree.fused_level") if fused else level
+    parts = row_parts(len(leaves), leaves, plan.nodes)
+    levels = [levels_of(plan, leaves[part], None if masks is None else [m[part] for m in masks]) for part in parts]
+    function: Any = Climb
+    nodes: Tensor = function.apply(leaves, parts, levels, steps, form, detach, *weights)
     return nodes
 
 
 def _fused(layer: AttentionBlock, plan: TreePlan, leaves: Tensor) -> bool:
     """Whether fused kernels climb: on CUDA, where families fill tiles."""
     return all(size & (size - 1) == 0 for size in (plan.branch, plan.block)) and fused_block.fits(layer, leaves)
-
-
-class _Ascent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, leaves: Tensor, levels: list[Level], form: Form, detach: bool, *w: Tensor) -> Tensor:
-        b, _, d = leaves.shape
-        ctx.levels, ctx.form, ctx.detach = levels, form, detach
-        kept = make_room(leaves, levels[-1], form, w[-2].shape[1])
-        for level in ctx.levels:
-            with _alone(level, leaves):
-                level_up(kept, level, Weights(*w), form)
-        ctx.save_for_backward(*kept, *w)
-        down = [*(level.parents for level in reversed(ctx.levels)), ctx.levels[0].rows]
-        parts = [kept.nodes[rows].view(b, -1, d) for rows in down]
-        ctx.sizes = [part.shape[1] for part in parts]
-        return torch.cat(parts, dim=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        count = len(Kept._fields)
-        descent = Descent(Kept(*ctx.saved_tensors[:count]), Weights(*ctx.saved_tensors[count:]), ctx.form)
-        *tops, leaves = grad.split_with_sizes(ctx.sizes, dim=1)
-        below = None  # the gradient that the level above hands down to its children
-        for level, top in zip(reversed(ctx.levels), tops, strict=True):
-            with _alone(level, grad):
-                below = descent.level_down(level, total_of(top, below).reshape(-1, grad.shape[2]), ctx.detach)
-        leaves = total_of(leaves, below)
-        return leaves, None, None, None, *descent.of_weights()
-
-
-def _alone(level: Level, like: Tensor) -> AbstractContextManager[None]:
-    return one_thread(like.is_cpu and level.rows.stop - level.rows.start <= FEW_ROWS)
-
-
-def total_of(own: Tensor, below: Tensor | None) -> Tensor:
-    """A level's own gradient and what comes from the level above it, where something does."""
-    return own if below is None else below.view(own.shape).add_(own)
 
 
 def levels_of(plan: TreePlan, leaves: Tensor, masks: Masks) -> list[Level]:
@@ -144,24 +88,3 @@ def _padding(real: Tensor, parents: Tensor, children: int, dtype: torch.dtype) -
     real = real.reshape(-1, children)
     counts = real / real.sum(dim=1, keepdim=True, dtype=dtype).clamp_min_(1)
     return counts[..., None], (parents.reshape(-1, 1) > real)[:, None, :, None]
-
-
-def make_room(leaves: Tensor, top: Level, form: Form, hidden: int) -> Kept:
-    """Buffers for all levels, with the leaves in their place and dropout drawn."""
-    b, count, d = leaves.shape
-    rows, cells, new = top.rows.stop, top.cells.stop, leaves.new_empty
-    nodes = new(top.parents.stop, d)
-    nodes[: b * count] = leaves.reshape(-1, d)
-    up = new(rows, 2 * hidden)
-    return Kept(
-        nodes,
-        new(rows, 3 * d),
-        new(cells, form.heads),
-        new(rows, d),
-        new(rows, d),
-        up,
-        None if gates_again(up) else new(rows, hidden),
-        new(rows, hidden),
-        keep((cells, form.heads), form.dropout, nodes) if form.dropout else None,
-        keep((rows, d), form.dropout, nodes) if form.dropout else None,
-    )

@@ -1,4 +1,4 @@
-"""One level of the transformer aggregator, up and down by hand; `ascent` climbs a tree with it.
+"""One level of the transformer aggregator, up and down by hand; `climb` goes up a tree with it.
 
 The layer is that of `self_attention_block`, in one of two forms. They differ in what a norm leaves alone:
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from retreever.cpu.numba_here import plain_floats
-from retreever.nn.geglu import gate, gate_backward
+from retreever.nn.dropout import keep
+from retreever.nn.geglu import gate, gate_backward, gates_again
 from retreever.tree.siblings import attend, attend_backward
 
 EPSILON = 1e-5  # of `nn.LayerNorm`
@@ -77,6 +78,27 @@ class Level(NamedTuple):
     children: int
     counts: Tensor | None = None
     hidden: Tensor | None = None
+
+
+def make_room(leaves: Tensor, top: Level, form: Form, hidden: int) -> Kept:
+    """Buffers for all levels, with the leaves in their place and dropout drawn."""
+    b, count, d = leaves.shape
+    rows, cells, new = top.rows.stop, top.cells.stop, leaves.new_empty
+    nodes = new(top.parents.stop, d)
+    nodes[: b * count] = leaves.reshape(-1, d)
+    up = new(rows, 2 * hidden)
+    return Kept(
+        nodes,
+        new(rows, 3 * d),
+        new(cells, form.heads),
+        new(rows, d),
+        new(rows, d),
+        up,
+        None if gates_again(up) else new(rows, hidden),
+        new(rows, hidden),
+        keep((cells, form.heads), form.dropout, nodes) if form.dropout else None,
+        keep((rows, d), form.dropout, nodes) if form.dropout else None,
+    )
 
 
 def level_up(kept: Kept, level: Level, w: Weights, form: Form) -> None:

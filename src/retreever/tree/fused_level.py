@@ -1,4 +1,4 @@
-"""All levels of the transformer aggregator as one differentiable step on CUDA: `ascent` by fused kernels.
+"""One level of the transformer aggregator by fused kernels on CUDA, up and down; `climb` goes up a tree with it.
 
 Three launches a level on the way up and three on the way down, instead of some forty; the gradients of all weights
 come from four launches over the rows of all levels.
@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from retreever.nn.block_kernel import finish_gradients, finish_rows, project_gradients, project_rows
 from retreever.nn.dropout import keep
@@ -37,40 +36,8 @@ class Kept(NamedTuple):
         return self.shares[level.cells], None if self.drop_shares is None else self.drop_shares[level.cells]
 
 
-class FusedAscent(torch.autograd.Function):
-    """Leaves (b, leaves, d) to nodes (b, t, d); `levels` are from the leaves up."""
-
-    @staticmethod
-    def forward(ctx: Any, leaves: Tensor, levels: list[Level], form: Form, detach: bool, *w: Tensor) -> Tensor:
-        """Up, level by level."""
-        b, _, d = leaves.shape
-        ctx.levels, ctx.form, ctx.detach = levels, form, detach
-        kept = _make_room(leaves, levels[-1], form)
-        for level in levels:
-            _up(kept, level, Weights(*w), form)
-        ctx.save_for_backward(*kept, *w)
-        down = [*(level.parents for level in reversed(levels)), levels[0].rows]
-        parts = [kept.nodes[rows].view(b, -1, d) for rows in down]
-        ctx.sizes = [part.shape[1] for part in parts]
-        return torch.cat(parts, dim=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """Down, level by level, then all weights at once."""
-        count = len(Kept._fields)
-        way = _Descent(Kept(*ctx.saved_tensors[:count]), Weights(*ctx.saved_tensors[count:]), ctx.form)
-        *tops, leaves = grad.split_with_sizes(ctx.sizes, dim=1)
-        below = None  # the gradient that the level above hands down to its children
-        for level, top in zip(reversed(ctx.levels), tops, strict=True):
-            above = top if below is None else below.view(top.shape).add_(top)
-            below = way.down(level, above.reshape(-1, grad.shape[2]))
-            below = None if ctx.detach else below
-        leaves = leaves if below is None else below.view(leaves.shape).add_(leaves)
-        return leaves, None, None, None, *way.of_weights()
-
-
-def _make_room(leaves: Tensor, top: Level, form: Form) -> Kept:
+def make_room(leaves: Tensor, top: Level, form: Form, _hidden: int) -> Kept:
+    """Buffers for all levels, with the leaves in their place and dropout drawn."""
     b, count, d = leaves.shape
     rows, cells, new = top.rows.stop, top.cells.stop, leaves.new_empty
     nodes = new(top.parents.stop, d)
@@ -79,7 +46,7 @@ def _make_room(leaves: Tensor, top: Level, form: Form) -> Kept:
     return Kept(nodes, new(rows, d), new(rows, 3 * d), new(cells, form.heads), new(rows, d), new(rows, d), *drops)
 
 
-def _up(kept: Kept, level: Level, w: Weights, form: Form) -> None:
+def level_up(kept: Kept, level: Level, w: Weights, form: Form) -> None:
     """One level: what its children are to their parents."""
     rows, d = level.rows, kept.nodes.shape[1]
     x, normed, qkv, attended = (part[rows] for part in (kept.nodes, kept.normed, kept.qkv, kept.attended))
@@ -96,7 +63,7 @@ def _up(kept: Kept, level: Level, w: Weights, form: Form) -> None:
     )  # fmt: skip
 
 
-class _Descent:
+class Descent:
     """The way down: gradients of the rows of all levels, gathered so that a weight's is one product over all."""
 
     def __init__(self, kept: Kept, w: Weights, form: Form) -> None:
@@ -107,8 +74,8 @@ class _Descent:
         self.up, self.gated, self.qkv = new(rows, 2 * hidden), new(rows, hidden), new(rows, 3 * d)
         self.sums: list[Tensor] = []  # of every level: programs x (feed-forward norm, norm) x (weight, bias)
 
-    def down(self, level: Level, above: Tensor) -> Tensor:
-        """From the gradient of the parents to that of their children."""
+    def level_down(self, level: Level, above: Tensor, detach: bool) -> Tensor | None:
+        """From the gradient of the parents to that of their children, which `detach` cuts."""
         kept, w, form, rows = self.kept, self.w, self.form, level.rows
         x, d = kept.nodes[rows], above.shape[1]
         grid, shared = launch(x)
@@ -125,7 +92,7 @@ class _Descent:
             len(x), EPSILON, SHARED=form.pre, EXTRA="x" if form.pre else "normed", STRIDE=3 * d, KEEP=False, **shared,
         )  # fmt: skip
         self.sums.append(sums)
-        return below
+        return None if detach else below
 
     def of_weights(self) -> Weights:
         """Each weight's gradient, once all levels are behind."""

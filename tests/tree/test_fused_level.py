@@ -13,7 +13,7 @@ from retreever.tree import ascent
 from retreever.tree.aggregate import TransformerAggregator, make_aggregator
 from retreever.tree.build import build_nodes
 
-fused = pytest.importorskip("retreever.tree.fused_ascent")
+fused = pytest.importorskip("retreever.tree.fused_level")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 each_form = pytest.mark.parametrize("residual", ["pre", "normalised"])
 DIM = 16
