@@ -19,7 +19,7 @@ class GPSettings(RegressionSettings):
 
     steps: int = 50_000
     batch: int = 64
-    lr: float = 1e-3
+    lr: float = 2e-3
     warmup: int = 1_000
     evaluate_every: int = 2_500
     save_every: int = 2_500
