@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
@@ -16,7 +18,7 @@ from retreever.objective import Loss, masked_mean
 from retreever.results import KeyValues
 
 
-class PlainModel(nn.Module):
+class PlainModel(nn.Module, ABC):
     """A model that `encode`s a context into keys and values; subclasses say how."""
 
     config: ModelConfig
@@ -24,6 +26,7 @@ class PlainModel(nn.Module):
     attention: CrossAttention
     head: AnyHead
 
+    @abstractmethod
     def encode(
         self,
         xc: Float[Tensor, "b n dx"],
@@ -31,7 +34,6 @@ class PlainModel(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> KeyValues:
         """Prepare a context once; `answer` it as often as wanted."""
-        raise NotImplementedError
 
     def answer(self, memory: KeyValues, xt: Float[Tensor, "b m dx"]) -> Distribution:
         """Predictions at `xt` from a prepared context."""

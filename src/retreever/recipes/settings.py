@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -18,7 +19,7 @@ Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projectio
 
 
 @dataclass(frozen=True)
-class Settings(TrainConfig):
+class Settings(TrainConfig, ABC):
     """One run: what is trained, and how. Subclasses, one per task, say how task and model are made."""
 
     branch: int = 2
@@ -55,9 +56,9 @@ class Settings(TrainConfig):
         return TrainConfig(**{f.name: getattr(self, f.name) for f in fields(TrainConfig)})
 
     @property
+    @abstractmethod
     def variant(self) -> str:
         """The part of the run's name that says what differs from the recipe's defaults."""
-        raise NotImplementedError
 
     @property
     def name(self) -> str:
@@ -65,22 +66,22 @@ class Settings(TrainConfig):
         marks = [self.task, self.variant, "paper" if self.preset == "paper" else "", "quick" if self.quick else ""]
         return "-".join([mark for mark in marks if mark] + [f"seed{self.seed}"])
 
+    @abstractmethod
     def make_task(self, data: Path | None) -> TestableTask:
         """The task, to train on and to steer by."""
-        raise NotImplementedError
 
     def make_tests(self, data: Path | None) -> dict[str, TestableTask]:
         """What a trained model is tested on, the main test first."""
         return {"test": self.make_task(data)}
 
+    @abstractmethod
     def make_model(self) -> AnyModel:
         """The model, freshly initialised."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def context(self) -> int:
         """The largest context, which the paper's token percentages refer to."""
-        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         """The settings, as saved in the run's folder."""
