@@ -167,19 +167,19 @@ class ReTreever(nn.Module):
         memory = self.encode(batch.xc, batch.yc, batch.context_mask)
         check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         found, over_leaves = self.attention.with_leaves(self.embed.query(xt), memory, noise)
-        dist, truth = self.head(torch.cat([found.output, over_leaves])), torch.cat([yt, yt])  # both readings at once
-        task, leaves = self.head.loss(dist, truth).chunk(2)
+        both = self.head.net(torch.cat([found.output, over_leaves]))
+        dist, full = (self.head.distribution(raw) for raw in both.chunk(2))
+        task, leaves = self.head.loss(dist, yt), self.head.loss(full, yt)
         if not self.training:  # what is reported while evaluating is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
-        reward, full_reward = reward_of(self.reward, dist, truth).chunk(2)
         return three_term_loss(
             self.config.objective,
             task=task,
             leaves=leaves,
             log_prob=found.log_prob,
             entropy=found.entropy / max(1, memory.plan.depth),
-            reward=reward,
-            full_reward=full_reward,
+            reward=reward_of(self.reward, dist, yt),
+            full_reward=reward_of(self.reward, full, yt),
             mask=mask,
             gate=self._gate(leaves, mask),
         )

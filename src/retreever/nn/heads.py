@@ -27,7 +27,11 @@ class GaussianHead(nn.Module):
         self.net = _predictor(dim, hidden, 2 * outputs, norm)
 
     def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
-        mean, raw = self.net(features).chunk(2, dim=-1)
+        return self.distribution(self.net(features))
+
+    def distribution(self, raw: Float[Tensor, "b m two_dy"]) -> Distribution:
+        """From what `net` gives."""
+        mean, raw = raw.chunk(2, dim=-1)
         std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
         return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
 
@@ -44,7 +48,11 @@ class CategoricalHead(nn.Module):
         self.net = _predictor(dim, hidden, outputs, norm)
 
     def forward(self, features: Float[Tensor, "b m d"]) -> Categorical:
-        return Categorical(logits=self.net(features), validate_args=False)
+        return self.distribution(self.net(features))
+
+    def distribution(self, logits: Float[Tensor, "b m classes"]) -> Categorical:
+        """From what `net` gives."""
+        return Categorical(logits=logits, validate_args=False)
 
     def loss(self, dist: Distribution, y: Int[Tensor, "b m"]) -> Float[Tensor, "b m"]:
         """Cross entropy of every query."""
@@ -59,7 +67,10 @@ class PointHead(nn.Module):
         self.net = _predictor(dim, hidden, outputs, norm)
 
     def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
-        mean = self.net(features)
+        return self.distribution(self.net(features))
+
+    def distribution(self, mean: Float[Tensor, "b m dy"]) -> Distribution:
+        """From what `net` gives."""
         return Independent(Normal(mean, torch.ones_like(mean), validate_args=False), 1, validate_args=False)
 
     def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
