@@ -19,9 +19,10 @@ from retreever.bench.options import AttentionBench, BenchOptions, BuildBench, Me
 from retreever.bench.paper import PUBLISHED
 from retreever.bench.report import Run
 from retreever.bench.roof import memory_roof, roof_table, rows_read
-from retreever.bench.train import CROSS, PLAIN, models
+from retreever.bench.train import CROSS, PLAIN, models, plain_layers
 from retreever.bench.train import TREE as TREE_MODEL
 from retreever.errors import InputError
+from retreever.models.retreever import ReTreever
 from retreever.nn.blocks import FeedForward
 from retreever.nn.dropout import Dropout
 from retreever.tree.aggregate import TransformerAggregator
@@ -177,3 +178,12 @@ def test_growth_is_taken_between_the_sizes_named() -> None:
         "method": TREE, "m": 1, "from": 100, "to": 300, "factor": 2.0,
     }  # fmt: skip
     assert growth(rows, 1, TREE, small=5000, large=6000)["to"] == 900
+
+
+def test_the_plain_path_leaves_nothing_to_kernels() -> None:
+    """Every kind of layer that has kernels of its own, transformer layers among them, is switched back to torch."""
+    model = ReTreever(dim=16, layers=1, hidden=16, dropout=0.1)
+    kinds = {type(module).__name__ for module in model.modules() if getattr(module, "fused", False)}
+    assert {"AttentionBlock", "Dropout", "FeedForward", "LayerNorm", "MLP", "TransformerAggregator"} <= kinds
+    plain_layers(model)
+    assert not any(getattr(module, "fused", False) for module in model.modules())
