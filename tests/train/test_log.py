@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from retreever.cli import main
-from retreever.train.log import Board, open_tensorboard
+from retreever.train.log import Board, counted, open_tensorboard
 from retreever.train.protocols import Progress
 
 SHORT = ["train", "copy", "--n", "8", "--steps", "4", "--batch", "4", "--evaluate-every", "2", "--device", "cpu"]
@@ -74,3 +74,11 @@ def test_tensorboard_gets_loss_terms_and_metric(tmp_path: Path, monkeypatch: pyt
     watch = open_tensorboard(tmp_path / "again")
     watch(Progress(7, 9, loss=0.5, metric=None, seconds=1, terms={"total": 0.25}))
     assert Scalars.latest.written == [("loss/total", 0.25, 7)]
+
+
+def test_long_evaluations_say_how_far_they_are_and_short_ones_nothing() -> None:
+    lines, nothing = io.StringIO(), io.StringIO()
+    assert list(counted(range(3), "rbf", seconds=0, stream=lines)) == [0, 1, 2]
+    assert lines.getvalue().splitlines() == ["rbf: 0 batches", "rbf: 1 batches", "rbf: 2 batches"]
+    assert list(counted(range(3), "rbf", stream=nothing)) == [0, 1, 2]
+    assert not nothing.getvalue()

@@ -25,7 +25,7 @@ from retreever.tasks.seeds import derive_seed
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.distributed import Ranks, ranks_of_job
 from retreever.train.engine import Trainer
-from retreever.train.log import Board, open_tensorboard, summary_writer
+from retreever.train.log import Board, counted, open_tensorboard, summary_writer
 from retreever.train.run import RunFolder, read_json
 from retreever.train.score import evaluate
 from retreever.train.state import restore_model
@@ -138,13 +138,13 @@ def test_scores(model: AnyModel, tests: Tests, device: str, batches: int | None 
     `batches` looks at the first ones alone.
     """
 
-    def score(task: TestableTask) -> float:
-        return evaluate(model, task, islice(task.test(), batches), device)
+    def score(name: str, task: TestableTask) -> float:
+        return evaluate(model, task, counted(islice(task.test(), batches), name), device)
 
-    scores = {name: score(task) for name, task in tests.items()}
+    scores = {name: score(name, task) for name, task in tests.items()}
     if isinstance(model, ReTreever) and model.attention.retrieval == "policy":
         model.attention.retrieval = "full"
-        scores |= {f"{name}, full": score(task) for name, task in tests.items()}
+        scores |= {(full := f"{name}, full"): score(full, task) for name, task in tests.items()}
         model.attention.retrieval = "policy"
     return scores
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from retreever.recipes.settings import Order, Settings
 
@@ -25,8 +25,9 @@ class PointSettings(Settings):
     """Width of feed-forward layers."""
     dropout: float = 0.0
     """Dropout of all models."""
-    residual: Literal["pre", "normalised"] = "normalised"
-    """Residuals around the norm, or on normalised inputs as in the paper's code."""
+    residual: Literal["auto", "pre", "normalised"] = "auto"
+    """Residuals around the norm, or on normalised inputs as in the paper's code; auto is what trains best: normalised,
+    and around the norm for Perceiver IO."""
     order: Order = "kd"
     """How tokens are laid on the leaves."""
     axis: int = 0
@@ -48,11 +49,19 @@ class PointSettings(Settings):
         branch = f"-branch{self.branch}" if self.branch != 2 else ""
         return f"{self.model}{latents}{order}{branch}"
 
+    def resolved(self) -> Self:
+        """With `residual` said outright, too."""
+        settings = super().resolved()
+        if settings.residual != "auto":
+            return settings
+        around = settings.model == "perceiver-io" and settings.preset != "paper"
+        return replace(settings, residual="pre" if around else "normalised")
+
     def make_model(self) -> AnyModel:
         """ReTreever, Transformer + Cross Attention or Perceiver IO."""
         from retreever.recipes.build import point_model
 
-        return point_model(self)
+        return point_model(self.resolved())
 
     @property
     def context(self) -> int:

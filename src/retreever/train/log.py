@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from retreever.errors import BackendError
 from retreever.train.protocols import Progress, Watcher
+
+T = TypeVar("T")
 
 
 class Board:
@@ -68,6 +70,16 @@ class Board:
             self._shown[index] = now
             text = _describe(progress, self.metric)
             print(f"{self.names[index]}: {text}", file=self.stream, flush=True)
+
+
+def counted(items: Iterable[T], name: str, seconds: float = 5.0, stream: TextIO | None = None) -> Iterator[T]:
+    """`items`, with a line on how many have been through at most every `seconds`; short work says nothing."""
+    shown = time.monotonic()
+    for count, item in enumerate(items):
+        if time.monotonic() - shown >= seconds:
+            shown = time.monotonic()
+            print(f"{name}: {count:,} batches", file=stream or sys.stderr, flush=True)
+        yield item
 
 
 def summary_writer() -> Any:
