@@ -48,6 +48,7 @@ class ObjectiveConfig:
         alpha: weight of the entropy bonus inside the policy term.
         gate: "leaves" trains the search only as far as reading all leaves has come: its terms are weighed by
             1 - L_CA / chance where predictions are classes (elsewhere by 1); "open" always weighs them by 1.
+        detours: share of the queries that make one decision at random while training (see `with_detours`).
     """
 
     reward: Reward | None = None
@@ -57,6 +58,7 @@ class ObjectiveConfig:
     lambda_ca: float = 1.0
     alpha: float = 0.01
     gate: Gate = "leaves"
+    detours: float = 0.0
 
     def __post_init__(self) -> None:
         if self.reward is not None:
@@ -65,6 +67,7 @@ class ObjectiveConfig:
         check_choice("gate", self.gate, GATES)
         for name in ("lambda_rl", "lambda_ca", "alpha"):
             check_number(name, getattr(self, name))
+        check_number("detours", self.detours, below=1.0)
 
 
 class Loss(NamedTuple):
@@ -145,6 +148,29 @@ def policy_loss(
     return -masked_mean(log_prob * credit, mask) - alpha * masked_mean(entropy, mask)
 
 
+def with_detours(
+    noise: Float[Tensor, "b m depth"], share: float, branch: int, generator: torch.Generator
+) -> Float[Tensor, "b m depth"]:
+    """Noise by which a `share` of the queries takes a random child at one decision, each as likely as the others.
+
+    REINFORCE learns from what the policy does. Where it is certain of a wrong turn, a probability of 1e-16 for the
+    right one, it never sees better and its gradient is 0. A detour sees it, and `detour_credit` says what it was worth.
+    """
+    b, m, depth = noise.shape
+    draws = torch.rand(b, m, 3, generator=generator, device=generator.device).to(noise.device)
+    there, level, child = draws.unsqueeze(2).unbind(3)
+    here = (there < share) & (torch.arange(depth, device=noise.device) == (level * depth).floor())
+    return torch.where(here, 2 + (child * branch).floor(), noise)  # 2 + c takes child c
+
+
+def detour_credit(reward: PerQuery, full_reward: PerQuery) -> PerQuery:
+    """How far a detour is imitated: 1 where it reads as well as all leaves do, less by what it reads worse, never < 0.
+
+    Not less, since what a detour does wrong is not the policy's doing: pushing it down would have no end.
+    """
+    return (1 + reward - full_reward).clamp(0, 1)
+
+
 def gate_of(leaves: Float[Tensor, ""], chance: float) -> Float[Tensor, ""]:
     """How far reading all leaves has come from chance, 0 to 1; `leaves` is its mean loss, `chance` a blind guess's.
 
@@ -164,9 +190,15 @@ def three_term_loss(
     full_reward: PerQuery,
     mask: Bool[Tensor, "b m"] | None = None,
     gate: Float[Tensor, ""] | float = 1.0,
+    detours: Bool[Tensor, "b m"] | None = None,
 ) -> Loss:
-    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search."""
+    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search.
+
+    `detours` is True for queries that were sent on one.
+    """
     advantage = reward - baseline_of(config, reward, full_reward, mask)
+    if detours is not None:
+        advantage = torch.where(detours, detour_credit(reward, full_reward), advantage)
     policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)
     task_mean, leaves_mean = masked_mean(task, mask), masked_mean(leaves, mask)
     return Loss(

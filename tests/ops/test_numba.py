@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -317,6 +318,14 @@ def test_noise_never_picks_a_child_without_probability() -> None:
     assert chosen([0.5, 0.5, 0.0], above_the_cdf) == 1
     assert chosen([0.0, 0.5, 0.5], 0.0) == 1
     assert chosen([0.5, 0.0, 0.5], 0.5) == 2
+
+
+def test_noise_above_two_says_the_child() -> None:
+    for child in range(3):
+        assert chosen([0.2, 0.3, 0.5], 2.0 + child) == child
+        assert chosen([1 - 2e-16, 1e-16, 1e-16], 2.0 + child) == child
+    assert chosen([0.5, 0.5, 0.0], 4.0) == 1
+    assert [chosen([0.5, 0.3, 0.2], noise) for noise in (3.9, 90.0, math.inf, math.nan)] == [1, 2, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------------ memory layouts

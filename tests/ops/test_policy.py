@@ -234,6 +234,18 @@ def test_without_noise_the_most_likely_child_is_taken(n: int, branch: int, real:
     assert float(found.log_prob) == pytest.approx(log_prob, abs=1e-10)
 
 
+@pytest.mark.parametrize(("n", "branch", "real"), [(64, 2, None), (60, 3, None), (60, 4, 23)])
+def test_noise_above_two_says_the_child_and_so_the_path(n: int, branch: int, real: int | None) -> None:
+    s = search(n, branch, real)
+    blocks = torch.arange(s.plan.blocks)
+    if s.node_mask is not None:
+        blocks = blocks[s.node_mask[0, s.plan.offset(s.plan.depth) :][: s.plan.blocks]]
+    digits = [blocks // branch**level % branch for level in reversed(range(s.plan.depth))]
+    found = s.walk(2.0 + torch.stack(digits, dim=1))
+    assert torch.equal(found.path[0], blocks)
+    assert float(found.log_prob.exp().sum()) == pytest.approx(1, abs=1e-10)  # all paths, each with its probability
+
+
 def test_ties_go_to_the_first_child() -> None:
     s = search(64, 4)
     assert s._replace(keys=torch.zeros_like(s.keys)).walk(None).path.tolist() == [[0]]

@@ -231,6 +231,19 @@ def check_gradients(case: Case) -> None:
         assert not got[1][~given.mask].any() and not got[2][~given.mask].any()
 
 
+@pytest.mark.parametrize("k", [2, 4])
+def test_noise_above_two_says_the_child(k: int) -> None:
+    case = Case(40, k=k, b=2, m=9, mask="ragged", noise=True)
+    given = make(case)
+    assert given.noise is not None
+    given.noise = torch.where(given.noise < 0.6, given.noise, 2.0 + torch.randint(k, given.noise.shape))
+    got, _ = run(case, given)
+    want, _ = reference(case, given, torch.float64)
+    clear = decided(case, given)
+    assert clear.float().mean() > 0.9 and torch.equal(got[1][clear], want[1][clear])
+    assert torch.allclose(got[2][clear], want[2][clear].float(), atol=1e-5)
+
+
 def force_tiles(patch: pytest.MonkeyPatch, queries: int, children: int = 0, length: int = 32) -> None:
     """Other tiles than the sizes would get: more queries, children in pieces. Also fewer programs to interpret."""
     for_queries, for_nodes = backend._query_tile, backend._node_tile

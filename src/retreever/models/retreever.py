@@ -28,6 +28,7 @@ from retreever.objective import (
     masked_mean,
     reward_of,
     three_term_loss,
+    with_detours,
 )
 from retreever.ops.api import IMPLS, Impl
 from retreever.results import Retrieval, TreeCrossAttentionResult
@@ -156,10 +157,12 @@ class ReTreever(nn.Module):
         return self.answer(self.encode(xc, yc, mask), xt)
 
     def noise_for(self, batch: Batch, generator: torch.Generator) -> Float[Tensor, "b m depth"]:
-        """Uniforms that fix the paths of `loss`: one per query and decision."""
+        """What fixes the paths of `loss`, detours among them: one number per query and decision."""
         plan = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask)
         shape = (*batch.xt.shape[:2], plan.depth)
-        return torch.rand(shape, generator=generator, device=generator.device).to(batch.xt.device)
+        noise = torch.rand(shape, generator=generator, device=generator.device).to(batch.xt.device)
+        share = self.config.objective.detours
+        return with_detours(noise, share, self.config.branch, generator) if share else noise
 
     def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
         """The three-term loss, mean over real targets. `noise` fixes the sampled paths."""
@@ -182,6 +185,7 @@ class ReTreever(nn.Module):
             full_reward=reward_of(self.reward, full, yt),
             mask=mask,
             gate=self._gate(leaves, mask),
+            detours=(noise >= 2).any(dim=2) if noise is not None and self.config.objective.detours else None,
         )
 
     def _gate(self, leaves: Float[Tensor, "b m"], mask: Tensor | None) -> Float[Tensor, ""] | float:

@@ -54,7 +54,8 @@ def tree_attention(
         node_mask: True where a node stands for at least one real token; None means all are real. A masked node has
             probability 0, weight 0 and gradient 0. The first level must have a real node in every row.
         noise: uniforms in [0, 1), one per decision, turned into a choice by inverse CDF over the policy: the same noise
-            gives the same path on every backend. None takes the most likely child.
+            gives the same path on every backend. 2 + c takes child c, whatever its probability, or the last real one
+            where c is padding. None takes the most likely child.
         impl: the backend. "auto" takes triton on CUDA and numba on the CPU where they can run, else plain torch
             ("reference"); a named one that cannot run raises `BackendError`, it never falls back.
 

@@ -141,8 +141,11 @@ def policy(tile, weights, c, real):
 
 @part
 def _choose(tile, weights, logs, uniform, noisy, children, real):
-    """The child each query descends into: first maximum or inverse CDF. Returns it, its log probability, entropy."""
-    zero, one = splat(0.0, real), splat(1.0, real)
+    """The child each query descends into: first maximum or inverse CDF. Returns it, its log probability, entropy.
+
+    A uniform of 2 + c is above the bounds 3, 4, ... of c children: it takes child c.
+    """
+    zero, one, two, three = splat(0.0, real), splat(1.0, real), splat(2.0, real), splat(3.0, real)
     best, pick, index, entropy = zero, zero, zero, zero
     below, passed = zero, zero  # CDF so far; number of children it leaves below the uniform
     for c in range(children):
@@ -151,7 +154,8 @@ def _choose(tile, weights, logs, uniform, noisy, children, real):
         entropy = entropy - probability * log_policy
         if noisy:
             below = below + probability
-            passed = passed + where_less(uniform, below, zero, one)
+            bound = where_less(uniform, two, below, index + three)
+            passed = passed + where_less(uniform, bound, zero, one)
             pick = where_less(zero, probability, index, pick)
         else:
             pick = where_less(best, probability, index, pick)

@@ -87,7 +87,7 @@ def _score(
 
 
 def _choose(policy: Float[Tensor, "b m k"], noise: Float[Tensor, "b m"] | None) -> Int[Tensor, "b m"]:
-    """The child to descend into: the first most likely one, or by inverse CDF when noise is given.
+    """The child to descend into: the first most likely one, or by inverse CDF when noise is given; noise 2 + c is c.
 
     A child of probability 0 (padding) is never chosen: its interval of the CDF is empty, and rounding at the upper
     end falls back to the last child that has any probability.
@@ -95,6 +95,8 @@ def _choose(policy: Float[Tensor, "b m k"], noise: Float[Tensor, "b m"] | None) 
     policy = policy.detach()
     if noise is None:
         return policy.argmax(dim=2)
-    below = (noise[..., None] >= policy.cumsum(dim=2)).sum(dim=2)
+    said = torch.arange(3, 3 + policy.shape[2], device=policy.device, dtype=policy.dtype)  # 2 + c is above c of them
+    bounds = torch.where(noise[..., None] >= 2, said, policy.cumsum(dim=2))
+    below = (noise[..., None] >= bounds).sum(dim=2)
     last = policy.shape[2] - 1 - (policy > 0).flip(2).to(torch.int8).argmax(dim=2)
     return torch.minimum(below, last)

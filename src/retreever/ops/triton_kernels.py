@@ -94,12 +94,16 @@ def log_policy(policy, TINY: tl.constexpr = 1.1754943508222875e-38):
 
 @triton.jit
 def choose(policy, uniform, K: tl.constexpr, KP: tl.constexpr):
-    """(M,): first most likely child, or by inverse CDF; never one of probability 0, never outside even for NaN."""
+    """(M,): first most likely child, or by inverse CDF; never one of probability 0, never outside even for NaN.
+
+    A uniform of 2 + c is above the bounds 3, 4, ... of c children: it takes child c.
+    """
     if uniform is None:
         chosen = tl.minimum(tl.argmax(policy, axis=1), K - 1)
     else:
         child = tl.arange(0, KP)[None, :]
-        below = tl.sum((uniform[:, None] >= tl.cumsum(policy, axis=1)).to(tl.int32), axis=1)
+        bounds = tl.where(uniform[:, None] >= 2, child + 3.0, tl.cumsum(policy, axis=1))
+        below = tl.sum((uniform[:, None] >= bounds).to(tl.int32), axis=1)
         chosen = tl.minimum(below, tl.max(tl.where(policy > 0, child, 0), axis=1))
     return chosen
 

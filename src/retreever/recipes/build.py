@@ -57,7 +57,7 @@ def _model(
     if kind == "perceiver-io":
         latents = settings.latents or TreePlan(settings.context, settings.branch).tokens
         return PerceiverIO(PerceiverIOConfig(**shared, latents=latents))
-    weights: dict[str, Any] = {name: getattr(settings, name) for name in ("lambda_rl", "lambda_ca", "gate")}
+    weights: dict[str, Any] = {name: getattr(settings, name) for name in ("lambda_rl", "lambda_ca", "gate", "detours")}
     objective = ObjectiveConfig(reward=reward, **weights)
     config = ReTreeverConfig(**shared, order=order, axis=axis, branch=settings.branch, objective=objective)
     return ReTreever(config.as_published() if paper else config)

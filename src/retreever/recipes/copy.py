@@ -29,12 +29,15 @@ class CopySettings(Settings):
     """What the tree search is rewarded for."""
     dropout: float = 0.1
     """Dropout of all models."""
+    detours: float = 0.1
+    """Share of the queries that make one decision of the search at random while training."""
 
     task: ClassVar[str] = "copy"
     metric: ClassVar[str] = "accuracy in %"
     small: ClassVar[dict[str, Any]] = {"n": 32, "steps": 600, "batch": 64, "warmup": 50, "evaluate_every": 100}
     published: ClassVar[dict[str, Any]] = {
         "lr": 5e-4, "betas": (0.1, 0.999), "warmup": 0, "steps": 100_000, "precision": "fp32",
+        "detours": 0.0,
     }  # fmt: skip
 
     @property

@@ -32,6 +32,8 @@ class Settings(TrainConfig, ABC):
     """Weight of the loss read over all leaves."""
     gate: Literal["leaves", "open"] = "leaves"
     """For classes, train the search as far as reading all leaves has come, or from the start."""
+    detours: float = 0.0
+    """Share of the queries that make one decision of the search at random while training."""
     preset: Literal["default", "paper"] = "default"
     """This library's choices, or those of the paper's public code (its optimiser settings too)."""
     quick: bool = False
