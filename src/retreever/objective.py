@@ -154,7 +154,7 @@ def with_detours(
     """Noise by which a `share` of the queries takes a random child at one decision, each as likely as the others.
 
     REINFORCE learns from what the policy does. Where it is certain of a wrong turn, a probability of 1e-16 for the
-    right one, it never sees better and its gradient is 0. A detour sees it, and `detour_credit` says what it was worth.
+    right one, it never sees better and its gradient is 0. A detour sees it; `detour_credit` says what that is worth.
     """
     b, m, depth = noise.shape
     draws = torch.rand(b, m, 3, generator=generator, device=generator.device).to(noise.device)
@@ -171,8 +171,8 @@ def detour_credit(reward: PerQuery, full_reward: PerQuery) -> PerQuery:
     return (1 + reward - full_reward).clamp(0, 1)
 
 
-def gate_of(leaves: Float[Tensor, ""], chance: float) -> Float[Tensor, ""]:
-    """How far reading all leaves has come from chance, 0 to 1; `leaves` is its mean loss, `chance` a blind guess's.
+def gate_of(leaves: Float[Tensor, "*shape"], chance: float) -> Float[Tensor, "*shape"]:
+    """How far reading all leaves has come from chance, 0 to 1; `leaves` is its loss, `chance` a blind guess's.
 
     A search cannot find what attention over everything cannot yet tell apart. Until then its gradients are noise that
     drowns those of the leaves: they share all weights.
@@ -191,14 +191,15 @@ def three_term_loss(
     mask: Bool[Tensor, "b m"] | None = None,
     gate: Float[Tensor, ""] | float = 1.0,
     detours: Bool[Tensor, "b m"] | None = None,
+    readable: PerQuery | float = 1.0,
 ) -> Loss:
     """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search.
 
-    `detours` is True for queries that were sent on one.
+    `detours` is True for queries that were sent on one; `readable` weighs what is learned from each.
     """
     advantage = reward - baseline_of(config, reward, full_reward, mask)
     if detours is not None:
-        advantage = torch.where(detours, detour_credit(reward, full_reward), advantage)
+        advantage = torch.where(detours, readable * detour_credit(reward, full_reward), advantage)
     policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)
     task_mean, leaves_mean = masked_mean(task, mask), masked_mean(leaves, mask)
     return Loss(

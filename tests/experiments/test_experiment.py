@@ -15,6 +15,7 @@ from retreever.errors import ConfigError
 from retreever.experiments.options import Experiment, Results, Table
 from retreever.experiments.recipe import recipes_in
 from retreever.experiments.results import load_results
+from retreever.experiments.summary import END, START
 
 SHIPPED = Path(__file__).parents[2] / "experiments"
 ALL = recipes_in(SHIPPED)
@@ -79,8 +80,19 @@ def test_the_committed_page_is_what_the_committed_results_give(tmp_path: Path) -
     (tmp_path / "docs" / "images").mkdir(parents=True)
     for picture in (docs / "images").glob("results-*.png"):
         (tmp_path / "docs" / "images" / picture.name).touch()
+    before, rest = (SHIPPED.parent / "README.md").read_text().split(START)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{before}{START} typed {END}{rest.split(END)[1]}")
     Results(made, SHIPPED).run()
     assert made.read_text() == (docs / "results.md").read_text()
+    assert readme.read_text() == (SHIPPED.parent / "README.md").read_text()
+
+
+def test_a_readme_without_a_place_for_the_summary_is_left_alone(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{END} not here {START}")
+    Results(tmp_path / "docs" / "results.md", SHIPPED).run()
+    assert readme.read_text() == f"{END} not here {START}"
 
 
 def test_measured_tables_are_not_trained() -> None:

@@ -10,6 +10,7 @@ from retreever.experiments.paper import load_paper
 from retreever.experiments.recipe import Recipe, recipes_in
 from retreever.experiments.results import load_results
 from retreever.experiments.rows import Row, rows_of
+from retreever.experiments.summary import make_summary, put_summary
 from retreever.experiments.table import make_table
 from retreever.files import write_text
 
@@ -22,9 +23,11 @@ that nobody has. `retreever table NAME` prints one table, `retreever experiment 
 
 
 def write_results_page(folder: Path, out: Path) -> Path:
-    """Write the page to `out`; figures that lie beside it in `images` are shown."""
+    """Write the page to `out` and its summary into the README above; figures beside it in `images` are shown."""
     recipes, paper, results = recipes_in(folder), load_paper(folder), load_results(folder)
-    parts = [HEAD]
+    summary = make_summary(recipes, paper, results)
+    put_summary(summary, out.parent.parent / "README.md")
+    parts = [HEAD, "## At a glance\n", summary.to_markdown()]
     for recipe in recipes.values():
         rows = rows_of(recipe, paper, results)
         parts.append(_section(recipe, rows, out))

@@ -175,6 +175,7 @@ class ReTreever(nn.Module):
         task, leaves = self.head.loss(dist, yt), self.head.loss(full, yt)
         if not self.training:  # what is reported while evaluating is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
+        gate, readable = self._gates(leaves, mask)
         return three_term_loss(
             self.config.objective,
             task=task,
@@ -184,17 +185,19 @@ class ReTreever(nn.Module):
             reward=reward_of(self.reward, dist, yt),
             full_reward=reward_of(self.reward, full, yt),
             mask=mask,
-            gate=self._gate(leaves, mask),
+            gate=gate,
             detours=(noise >= 2).any(dim=2) if noise is not None and self.config.objective.detours else None,
+            readable=readable,
         )
 
-    def _gate(self, leaves: Float[Tensor, "b m"], mask: Tensor | None) -> Float[Tensor, ""] | float:
-        """How much the search counts so far; among several processes, the same in all of them."""
+    def _gates(self, leaves: Float[Tensor, "b m"], mask: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+        """How much the search counts so far, the same in all processes, and how far each query has come."""
         objective = self.config.objective
         if objective.gate == "open" or not objective.lambda_ca or self.config.head != "categorical":
-            return 1.0
+            return 1.0, 1.0
         mean = self.mean_over_processes(masked_mean(leaves.detach(), mask))
-        return gate_of(mean, math.log(self.config.out))
+        chance = math.log(self.config.out)
+        return gate_of(mean, chance), gate_of(leaves, chance)
 
     def tokens(self, n: int) -> int:
         """Tokens each query attends to when the context has `n` (the paper's convention)."""

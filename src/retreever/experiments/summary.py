@@ -1,0 +1,60 @@
+"""All tasks at a glance: tree, all tokens and latents, ours and the paper's. For the results page and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+
+from retreever.errors import ConfigError
+from retreever.experiments.paper import Paper
+from retreever.experiments.recipe import Recipe
+from retreever.experiments.results import Entry
+from retreever.experiments.rows import Row, rows_of
+from retreever.files import write_text
+from retreever.report.tables import Cell, Table, plus_minus
+
+TABLES = ("copy", "gp", "images", "human_activity")
+SYSTEMS = {  # column of the summary: keys of systems in the recipes
+    "Tree": ("tca", "retreever"),
+    "All tokens": ("ca", "transformer_ca"),
+    "Perceiver IO": ("perceiver_io",),
+}
+START, END = "<!-- summary: made by `retreever results` -->", "<!-- end of summary -->"
+
+
+def make_summary(recipes: Mapping[str, Recipe], paper: Paper, results: Mapping[str, Entry]) -> Table:
+    """One row per task and setting that was run with a tree."""
+    rows = [line for name in TABLES if name in recipes for line in _lines(recipes[name], paper, results)]
+    columns = ("Task", "Metric", "Tokens read", *(title for name in SYSTEMS for title in (name, f"{name}, paper")))
+    return Table("Ours and the paper's, mean ± standard deviation over seeds", columns, tuple(rows))
+
+
+def put_summary(summary: Table, readme: Path) -> None:
+    """Replace what stands between the marks of a README; one without marks is left alone."""
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if start and end:
+        write_text(readme, f"{before}{START}\n{summary.to_markdown()}\n{END}{after}", ConfigError)
+
+
+def _lines(recipe: Recipe, paper: Paper, results: Mapping[str, Entry]) -> list[tuple[Cell, ...]]:
+    pairs = zip(recipe.cells, rows_of(recipe, paper, results), strict=True)
+    lines = []
+    for setting, group in groupby(pairs, key=lambda pair: pair[0].column.name):
+        by_key = {cell.system.key: row for cell, row in group}
+        found = [next((by_key[key] for key in keys if key in by_key), None) for keys in SYSTEMS.values()]
+        tree = found[0]
+        if tree is not None and tree.mean is not None:
+            values = [value for row in found for value in _values(row, recipe.digits)]
+            lines.append((f"{recipe.title}, {setting}", recipe.metric, f"{tree.tokens} of {tree.context}", *values))
+    return lines
+
+
+def _values(row: Row | None, digits: int) -> tuple[Cell, Cell]:
+    """Ours and the paper's."""
+    if row is None:
+        return None, None
+    ours = "not run" if row.mean is None else plus_minus(row.mean, row.std, digits)
+    return ours, None if row.printed is None else row.printed.text
