@@ -19,13 +19,11 @@ from retreever.objective import (
     Reward,
     RewardFunction,
     baseline_of,
-    detour_credit,
     gate_of,
     masked_mean,
     policy_loss,
     reward_of,
     three_term_loss,
-    with_detours,
 )
 from retreever.ops.api import TreeAttention, tree_attention
 from retreever.tree.plan import TreePlan
@@ -306,48 +304,3 @@ def test_the_search_is_trained_as_far_as_the_leaves_have_come(leaves: float, gat
 def test_the_gate_carries_no_gradient() -> None:
     leaves = torch.tensor(1.0, requires_grad=True)
     assert not gate_of(leaves, chance=2.0).requires_grad
-
-
-def test_a_detour_makes_one_decision_at_random() -> None:
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.rand(40, 50, 4, generator=generator)
-    sent = with_detours(noise, 0.25, 3, generator)
-    said = sent >= 2
-    assert torch.equal(sent[~said], noise[~said]) and said.sum(dim=2).max() == 1
-    assert float(said.any(dim=2).float().mean()) == pytest.approx(0.25, abs=0.04)
-    assert sent[said].unique().tolist() == [2, 3, 4]
-    counts = torch.stack([(said & (sent == 2 + child)).sum(dim=(0, 1)) for child in range(3)])
-    assert counts.min() > 20  # of about 42: every child at every level
-    assert torch.equal(with_detours(noise, 0.0, 3, generator), noise)
-    assert with_detours(noise[..., :0], 0.5, 3, generator).shape == (40, 50, 0)
-
-
-def test_a_detour_is_imitated_as_far_as_it_reads_what_all_leaves_read() -> None:
-    reward, full = torch.tensor([[-0.1, -0.6, -9.0, 0.0]]), torch.tensor([[-0.1, -0.1, -0.1, -0.5]])
-    assert detour_credit(reward, full)[0].tolist() == pytest.approx([1.0, 0.5, 0.0, 1.0])
-    p = parts()
-    away = torch.tensor([[True, False, True], [False, False, True]])
-    loss = three_term_loss(ObjectiveConfig(alpha=0.0), *p, detours=away)
-    credit = torch.where(away, (1 + p.reward - p.full_reward).clamp(0, 1), p.reward - p.full_reward)
-    assert float(loss.policy) == pytest.approx(-float((p.log_prob * credit).mean()))
-
-
-def test_a_detour_finds_the_way_out_of_a_wrong_turn_the_policy_is_certain_of() -> None:
-    """The left half of the tree holds the answer; the policy goes right with all but 1e-16."""
-    plan = TreePlan(4)
-    keys = torch.zeros(1, plan.nodes, 1, 1)
-    keys[0, 1] = 37.0
-    push = {}
-    for sent in (False, True):
-        leaf = keys.clone().requires_grad_()
-        noise = torch.tensor([2.0 if sent else 0.5]).expand(1, 1, 1)
-        found = tree_attention(torch.ones(1, 1, 1, 1), leaf, keys, plan, None, noise)
-        reward = -2.3 * found.path.float()  # block 0 is left
-        zero = torch.zeros(1, 1)
-        away = (noise >= 2).any(dim=2)
-        three_term_loss(
-            ObjectiveConfig(alpha=0.0), zero, zero, found.log_prob, zero, reward, zero, detours=away
-        ).total.backward()
-        assert leaf.grad is not None
-        push[sent] = float(-leaf.grad[0, 0, 0, 0])
-    assert abs(push[False]) < 1e-6 and push[True] > 0.5

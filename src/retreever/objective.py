@@ -3,6 +3,8 @@
     L = L_TCA + lambda_RL * L_RL + lambda_CA * L_CA
     L_RL = -mean(log_prob * (R - baseline)) - alpha * mean(entropy per decision)
 
+Where detours are made, a fourth term imitates those that were worth it (detours.py).
+
 The paper writes L_RL as something to maximise yet adds it to a loss; here it is minimised. R is one number per query,
 flattened before it meets log_prob, and never differentiated.
 """
@@ -20,6 +22,7 @@ from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import check_choice, check_number, reject
 from retreever.batch import without_padding
+from retreever.detours import Detours, detour_credit
 from retreever.nn.heads import log_likelihood, squared_error
 
 Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
@@ -48,7 +51,7 @@ class ObjectiveConfig:
         alpha: weight of the entropy bonus inside the policy term.
         gate: "leaves" trains the search only as far as reading all leaves has come: its terms are weighed by
             1 - L_CA / chance where predictions are classes (elsewhere by 1); "open" always weighs them by 1.
-        detours: share of the queries that make one decision at random while training (see `with_detours`).
+        detours: share of the queries that make one decision at random while training (see detours.py).
     """
 
     reward: Reward | None = None
@@ -148,29 +151,6 @@ def policy_loss(
     return -masked_mean(log_prob * credit, mask) - alpha * masked_mean(entropy, mask)
 
 
-def with_detours(
-    noise: Float[Tensor, "b m depth"], share: float, branch: int, generator: torch.Generator
-) -> Float[Tensor, "b m depth"]:
-    """Noise by which a `share` of the queries takes a random child at one decision, each as likely as the others.
-
-    REINFORCE learns from what the policy does. Where it is certain of a wrong turn, a probability of 1e-16 for the
-    right one, it never sees better and its gradient is 0. A detour sees it; `detour_credit` says what that is worth.
-    """
-    b, m, depth = noise.shape
-    draws = torch.rand(b, m, 3, generator=generator, device=generator.device).to(noise.device)
-    there, level, child = draws.unsqueeze(2).unbind(3)
-    here = (there < share) & (torch.arange(depth, device=noise.device) == (level * depth).floor())
-    return torch.where(here, 2 + (child * branch).floor(), noise)  # 2 + c takes child c
-
-
-def detour_credit(reward: PerQuery, full_reward: PerQuery) -> PerQuery:
-    """How far a detour is imitated: 1 where it reads as well as all leaves do, less by what it reads worse, never < 0.
-
-    Not less, since what a detour does wrong is not the policy's doing: pushing it down would have no end.
-    """
-    return (1 + reward - full_reward).clamp(0, 1)
-
-
 def gate_of(leaves: Float[Tensor, "*shape"], chance: float) -> Float[Tensor, "*shape"]:
     """How far reading all leaves has come from chance, 0 to 1; `leaves` is its loss, `chance` a blind guess's.
 
@@ -190,20 +170,20 @@ def three_term_loss(
     full_reward: PerQuery,
     mask: Bool[Tensor, "b m"] | None = None,
     gate: Float[Tensor, ""] | float = 1.0,
-    detours: Bool[Tensor, "b m"] | None = None,
-    readable: PerQuery | float = 1.0,
+    detours: Detours | None = None,
 ) -> Loss:
-    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search.
-
-    `detours` is True for queries that were sent on one; `readable` weighs what is learned from each.
-    """
+    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search."""
     advantage = reward - baseline_of(config, reward, full_reward, mask)
+    imitation: Tensor | float = 0.0
     if detours is not None:
-        advantage = torch.where(detours, readable * detour_credit(reward, full_reward), advantage)
+        advantage = advantage.masked_fill(detours.taken, 0)  # the path is not the policy's own
+        credit = detours.readable * detour_credit(reward, full_reward)
+        credit = credit.masked_fill(~detours.taken, 0) / config.detours  # the mean over those that were sent
+        imitation = policy_loss(detours.log_prob, entropy, credit, 0.0, mask)
     policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)
     task_mean, leaves_mean = masked_mean(task, mask), masked_mean(leaves, mask)
     return Loss(
-        total=gate * (task_mean + config.lambda_rl * policy) + config.lambda_ca * leaves_mean,
+        total=gate * (task_mean + config.lambda_rl * policy + imitation) + config.lambda_ca * leaves_mean,
         task=task_mean.detach(),
         policy=policy.detach(),
         leaves=leaves_mean.detach(),

@@ -15,6 +15,7 @@ from torch.distributions import Distribution
 from retreever.arguments import check_choice, check_int
 from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch, without_padding
+from retreever.detours import find_detours, with_detours
 from retreever.models.config import ModelConfig, embedding, encoder, head, resolve
 from retreever.models.inputs import check_context, check_queries, take_targets
 from retreever.objective import (
@@ -28,7 +29,6 @@ from retreever.objective import (
     masked_mean,
     reward_of,
     three_term_loss,
-    with_detours,
 )
 from retreever.ops.api import IMPLS, Impl
 from retreever.results import Retrieval, TreeCrossAttentionResult
@@ -169,13 +169,17 @@ class ReTreever(nn.Module):
         (xt, yt), mask = take_targets(self.config, batch), batch.target_mask
         memory = self.encode(batch.xc, batch.yc, batch.context_mask)
         check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
-        found, over_leaves = self.attention.with_leaves(self.embed.query(xt), memory, noise)
+        query = self.embed.query(xt)
+        found, over_leaves = self.attention.with_leaves(query, memory, noise)
         both = self.head.net(torch.cat([found.output, over_leaves]))
         dist, full = (self.head.distribution(raw) for raw in both.chunk(2))
         task, leaves = self.head.loss(dist, yt), self.head.loss(full, yt)
         if not self.training:  # what is reported while evaluating is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
         gate, readable = self._gates(leaves, mask)
+        detours = None
+        if self.config.objective.detours and noise is not None:
+            detours = find_detours(self.attention.block.start(query)[1], memory, found.path, noise, readable)
         return three_term_loss(
             self.config.objective,
             task=task,
@@ -186,8 +190,7 @@ class ReTreever(nn.Module):
             full_reward=reward_of(self.reward, full, yt),
             mask=mask,
             gate=gate,
-            detours=(noise >= 2).any(dim=2) if noise is not None and self.config.objective.detours else None,
-            readable=readable,
+            detours=detours,
         )
 
     def _gates(self, leaves: Float[Tensor, "b m"], mask: Tensor | None) -> tuple[Tensor | float, Tensor | float]:

@@ -29,8 +29,6 @@ class CopySettings(Settings):
     """What the tree search is rewarded for."""
     dropout: float = 0.1
     """Dropout of all models."""
-    lambda_rl: float = 4.0
-    """Weight of the policy's loss."""
     detours: float = 0.1
     """Share of the queries that make one decision of the search at random while training."""
 
@@ -39,7 +37,7 @@ class CopySettings(Settings):
     small: ClassVar[dict[str, Any]] = {"n": 32, "steps": 600, "batch": 64, "warmup": 50, "evaluate_every": 100}
     published: ClassVar[dict[str, Any]] = {
         "lr": 5e-4, "betas": (0.1, 0.999), "warmup": 0, "steps": 100_000, "precision": "fp32",
-        "lambda_rl": 1.0, "detours": 0.0,
+        "detours": 0.0,
     }  # fmt: skip
 
     @property
@@ -48,9 +46,8 @@ class CopySettings(Settings):
         reward = "-ce" if self.model == "tca" and self.reward == "cross-entropy" else ""
         branch = f"-branch{self.branch}" if self.branch != 2 else ""
         latents = f"-{self.latents}" if self.latents else ""
-        rl = f"-rl{self.lambda_rl:g}" if self.lambda_rl != 4 else ""
-        ca = f"-ca{self.lambda_ca:g}" if self.lambda_ca != 1 else ""
-        return f"{self.n}-{self.model}{latents}{reward}{branch}{rl}{ca}"
+        weights = "".join(f"-{k}{v:g}" for k, v in (("rl", self.lambda_rl), ("ca", self.lambda_ca)) if v != 1)
+        return f"{self.n}-{self.model}{latents}{reward}{branch}{weights}"
 
     def make_task(self, data: Path | None = None) -> CopyTask:
         """Sequences of length n."""

@@ -1,0 +1,82 @@
+"""Detours: a way out of wrong turns that the search is certain of.
+
+REINFORCE learns from what the policy does, and moves a head by p (1 - p). Where all heads are certain of a wrong turn,
+say of 1 - 1e-16, it never sees better; where three of four are, it sees better, but no head moves. So a share of the
+queries makes one decision at random while training. Where that reads as well as all leaves do, every head for itself is
+told that this was the child to take.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retreever.tree.build import Tree
+from retreever.tree.selected import path_nodes
+
+PerQuery = Float[Tensor, "b m"]
+Noise = Float[Tensor, "b m depth"]
+
+
+class Detours(NamedTuple):
+    """What came of them, for every query."""
+
+    taken: Bool[Tensor, "b m"]  # queries that were sent on one
+    log_prob: PerQuery  # of the child taken there, mean over heads
+    readable: PerQuery | float  # weight, 0 to 1: how far reading all leaves has come
+
+
+def with_detours(noise: Noise, share: float, branch: int, generator: torch.Generator) -> Noise:
+    """Noise by which a `share` of the queries takes a random child at one decision, each as likely as the others."""
+    b, m, depth = noise.shape
+    draws = torch.rand(b, m, 3, generator=generator, device=generator.device).to(noise.device)
+    there, level, child = draws.unsqueeze(2).unbind(3)
+    here = (there < share) & (torch.arange(depth, device=noise.device) == (level * depth).floor())
+    return torch.where(here, 2 + (child * branch).floor(), noise)  # 2 + c takes child c
+
+
+def find_detours(
+    q: Float[Tensor, "b m h e"], tree: Tree, path: Int[Tensor, "b m"], noise: Noise, readable: PerQuery | float
+) -> Detours | None:
+    """The detours in `noise` that led to `path`, and what each head gives the child taken. None in a tree of one level.
+
+    Reads the children of one decision per query: O(1) beside the O(log n) of the search.
+    """
+    if not tree.plan.depth:
+        return None
+    sent = noise >= 2
+    level = sent.to(torch.int8).argmax(dim=2)
+    branch = tree.plan.branch
+    child = path // branch ** (tree.plan.depth - 1 - level) % branch
+    node = path_nodes(tree.plan, path).gather(2, level[..., None])
+    rows = node - child[..., None] + torch.arange(branch, device=path.device)  # (b, m, k): it and its siblings
+    real = None
+    if tree.mask is not None:
+        real = tree.mask.gather(1, rows.flatten(1)).view_as(rows)
+        rows = torch.where(real, rows, node)  # what padding holds, say NaN, is never read
+    taken = child[..., None, None].expand(-1, -1, -1, q.shape[2])
+    log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, taken)
+    return Detours(sent.any(dim=2), log_prob.mean(dim=(2, 3)), readable)
+
+
+def _head_log_probs(
+    q: Tensor, keys: Float[Tensor, "b t h e"], rows: Int[Tensor, "b m k"], real: Bool[Tensor, "b m k"] | None
+) -> Float[Tensor, "b m k h"]:
+    """Log of the attention weight of every head among the nodes in `rows`; what is not real has none."""
+    heads, width = q.shape[2:]
+    children = keys.gather(1, rows.flatten(1)[..., None, None].expand(-1, -1, heads, width))
+    scores = (q[:, :, None] * children.view(*rows.shape, heads, width)).sum(dim=-1) * width**-0.5
+    if real is not None:
+        scores = scores.masked_fill(~real[..., None], -torch.inf)
+    return scores.log_softmax(dim=2)
+
+
+def detour_credit(reward: PerQuery, full_reward: PerQuery) -> PerQuery:
+    """How far a detour is imitated: 1 where it reads as well as all leaves do, less by what it reads worse, never < 0.
+
+    Not less, since what a detour does wrong is not the policy's doing: pushing it down would have no end.
+    """
+    return (1 + reward - full_reward).clamp(0, 1)
