@@ -201,7 +201,7 @@ def test_facts_name_versions_devices_settings_and_folders(tmp_path: Path, monkey
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert installed.settings()["OMP_WAIT_POLICY"].startswith("not set; set OMP_WAIT_POLICY=PASSIVE")
+    assert installed.settings()["OMP_WAIT_POLICY"].startswith("not set; for small searches set OMP_WAIT_POLICY=PASSIVE")
     assert installed.version_of("no-such-package-anywhere") == "not installed"
     (tmp_path / "file").touch()
     assert installed.folder(str(tmp_path / "file" / "cache")).endswith("(not writable: every process compiles anew)")

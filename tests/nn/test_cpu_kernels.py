@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(team, "FEWEST", 1)
+    monkeypatch.setattr(team, "PASSIVE", True)
     yield request.param
     torch.set_num_threads(before)
 
@@ -221,6 +223,19 @@ def test_parts_cover_all_rows(threads: int) -> None:
     for rows in (0, 1, 2, 5, 1000):
         covered = [row for part in row_parts(rows, torch.empty(0)) for row in range(rows)[part]]
         assert covered == list(range(rows))
+
+
+@pytest.mark.parametrize(("policy", "parts"), [("", 1), ("active", 1), ("PASSIVE", 2), ("passive", 2)])
+def test_rows_are_shared_out_only_where_torchs_threads_leave_the_cores(policy: str, parts: int) -> None:
+    code = """
+import torch
+from retreever.cpu.team import row_parts
+torch.set_num_threads(2)
+print(len(row_parts(10_000, torch.empty(0))))
+"""
+    environment = {**os.environ, "OMP_WAIT_POLICY": policy}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.strip() == str(parts), done.stderr
 
 
 def test_work_is_shared_and_errors_come_back(threads: int) -> None:

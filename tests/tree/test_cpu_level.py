@@ -28,6 +28,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     monkeypatch.setattr(team, "FEWEST", 1)
+    monkeypatch.setattr(team, "PASSIVE", True)
     yield request.param
     torch.set_num_threads(before)
 

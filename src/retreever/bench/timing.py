@@ -34,7 +34,7 @@ class Limits:
 
     samples: int = 101
     seconds: float = 4.0
-    shortest: float = 200e-6  # of one sample on a CPU; quick calls are repeated to fill it
+    shortest: float = 1e-3  # of one sample on a CPU; quick calls are repeated to fill it
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Python threads that share work which releases the GIL: kernels, and chains of torch's operations over many rows.
 
 Torch's own threads are woken for every single operation, which for small ones takes longer than the operation. A chain
-shared out by rows wakes one thread once.
+shared out by rows wakes one thread once. Unless OMP_WAIT_POLICY=PASSIVE was set when Python started, torch's threads
+spin between operations instead: waking them is cheap then, and other threads would have to share the cores with them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from retreever.cpu.one_thread import one_thread
 T = TypeVar("T")
 MOST = 4  # parts: with more threads than that torch does well by itself
 FEWEST = 256  # rows of a part
+PASSIVE = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"  # what OpenMP saw when it was loaded
 
 
 class Team:
@@ -63,7 +65,7 @@ team = Team()
 def row_parts(rows: int, like: torch.Tensor, weight: int = 1) -> list[slice]:
     """Ranges of rows, each worth `weight`, to share out among threads; a single one where that does not pay."""
     threads = torch.get_num_threads()
-    parts = min(threads, rows, rows * weight // FEWEST) if like.is_cpu and threads <= MOST else 1
+    parts = min(threads, rows, rows * weight // FEWEST) if like.is_cpu and PASSIVE and threads <= MOST else 1
     bounds = [rows * i // max(1, parts) for i in range(max(1, parts) + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
