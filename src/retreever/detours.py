@@ -49,15 +49,14 @@ def find_detours(
         return None
     sent = noise >= 2
     level = sent.to(torch.int8).argmax(dim=2)
-    branch = tree.plan.branch
-    child = path // branch ** (tree.plan.depth - 1 - level) % branch
-    node = path_nodes(tree.plan, path).gather(2, level[..., None])
-    rows = node - child[..., None] + torch.arange(branch, device=path.device)  # (b, m, k): it and its siblings
+    node = path_nodes(tree.plan, path).gather(2, level[..., None])  # (b, m, 1)
+    child = node % tree.plan.branch  # every level begins at a multiple of it
+    rows = node - child + torch.arange(tree.plan.branch, device=path.device)  # (b, m, k): it and its siblings
     real = None
     if tree.mask is not None:
         real = tree.mask.gather(1, rows.flatten(1)).view_as(rows)
         rows = torch.where(real, rows, node)  # what padding holds, say NaN, is never read
-    taken = child[..., None, None].expand(-1, -1, -1, q.shape[2])
+    taken = child[..., None].expand(-1, -1, -1, q.shape[2])
     log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, taken)
     return Detours(sent.any(dim=2), log_prob.mean(dim=(2, 3)), readable)
 
