@@ -22,3 +22,14 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("RETREEVER_CACHE", str(folder / "cache"))
         patch.setenv("RETREEVER_DATA", str(folder / "data"))
         yield folder
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """As many threads, each of which gets rows however few there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr("retreever.cpu.team.FEWEST", 1)
+    monkeypatch.setattr("retreever.cpu.team.PASSIVE", True)
+    yield request.param
+    torch.set_num_threads(before)

@@ -18,8 +18,8 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 # Data flows from left to right; a module imports from its own group or from groups to its left.
 GROUPS = (
     "version", "errors", "arguments", "files", "checks", "batch", "tasks", "cpu", "nn", "tree", "ops", "results",
-    "attention", "detours", "objective", "models", "train", "report", "recipes", "experiments", "pretrained", "bench", "doctor",
-    "demo", "cli",
+    "attention", "detours", "objective", "models", "train", "report", "recipes", "experiments", "pretrained", "bench",
+    "doctor", "demo", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)

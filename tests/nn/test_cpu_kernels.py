@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from retreever.cpu import numba_here, team
+from retreever.cpu import numba_here
 from retreever.cpu.one_thread import one_thread
 from retreever.cpu.team import row_parts, share_out
 from retreever.nn import cpu_block, relu_layers
@@ -28,17 +27,6 @@ if not numba_here.numba_runs():
     pytest.skip("numba is not installed", allow_module_level=True)
 
 sizes = st.sampled_from([1, 3, 15, 16, 17, 40, 64])
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """As many threads, each of which gets rows however few there are."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(team, "FEWEST", 1)
-    monkeypatch.setattr(team, "PASSIVE", True)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def shaken(module: nn.Module) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from retreever.cpu import team
 from retreever.cpu.numba_here import numba_runs
 from retreever.tree import siblings
 from retreever.tree.aggregate import TransformerAggregator, make_aggregator
@@ -20,17 +18,6 @@ from retreever.tree.build import build_nodes
 
 if not numba_runs():
     pytest.skip("numba is not installed", allow_module_level=True)
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """As many threads, each of which gets a part of the batch however small it is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr(team, "FEWEST", 1)
-    monkeypatch.setattr(team, "PASSIVE", True)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def family(g: int, k: int, h: int, e: int, dropped: bool, hidden: bool) -> tuple[Any, ...]:
