@@ -76,6 +76,12 @@ def test_the_baseline_follows_the_reward(reward: str | None, baseline: str, cons
     assert (objective.lambda_rl, objective.lambda_ca, objective.alpha) == (1.0, 1.0, 0.01)
 
 
+def test_the_search_is_trained_by_reinforce_alone_and_from_the_start() -> None:
+    ours = ReTreeverConfig(head="categorical", objective=ObjectiveConfig(detours=0.2))
+    objective = ours.as_published().objective
+    assert (objective.gate, objective.detours) == ("open", 0.0)
+
+
 def test_residuals_of_every_part() -> None:
     """The tree attention adds the query twice; encoder and aggregator are LN x + f(LN x); no norm of keys or output."""
     module = published()

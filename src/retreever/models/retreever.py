@@ -75,12 +75,12 @@ class ReTreeverConfig(ModelConfig):
         """The `paper` preset: the choices of the paper's public code where this library's defaults differ.
 
         Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, no gate,
-        and no reward baseline except minus log of the number of classes for the cross-entropy reward.
+        no detours, and no reward baseline except minus log of the number of classes for the cross-entropy reward.
         """
         cross_entropy = self.objective.reward == "cross-entropy"
         constant = -math.log(self.out) if cross_entropy else 0.0
         baseline: Baseline = "constant" if cross_entropy else "none"
-        objective = replace(self.objective, baseline=baseline, constant=constant, gate="open")
+        objective = replace(self.objective, baseline=baseline, constant=constant, gate="open", detours=0.0)
         return replace(self, detach=True, residual="doubled", objective=objective)
 
 
