@@ -58,12 +58,15 @@ def root(tmp_path: Path) -> Path:
 def test_the_list_says_what_for_where_and_under_which_terms(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data("list") == 0
     absent = capsys.readouterr().out
+    assert data("list", "--data", root) == 0  # the option's name elsewhere
+    shown = capsys.readouterr().out
     assert data("list", "--root", root) == 0
     present = capsys.readouterr().out
     for text in ("image completion", "human activity", "CC BY 4.0", "non-commercial research only", "https://"):
         assert text in absent and text in present
     assert absent.count("absent") == 7 and "`retreever data fetch emnist` gets it" in absent
     assert "absent" not in present and present.count("all present") == 3 and f"{root}/celeba" in present
+    assert shown == present
 
 
 def test_a_check_counts_and_says_what_differs_from_the_official(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

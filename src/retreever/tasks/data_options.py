@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 from tyro.conf import subcommand as named
 
 from retreever.arguments import reject
@@ -17,7 +17,7 @@ from retreever.tasks.catalogue import DATASETS, Dataset, Name, data_root, files_
 class DataOptions:
     """What all of them share."""
 
-    root: Path | None = None
+    root: Annotated[Path | None, arg(aliases=("--data",))] = None  # as train and eval call it
     """Folder the datasets lie in; by default RETREEVER_DATA, else ~/.local/share/retreever."""
 
 
