@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from retreever.batch import Batch
 from retreever.detours import Detours, detour_credit, find_detours, with_detours
+from retreever.models.retreever import ReTreever
 from retreever.objective import ObjectiveConfig, three_term_loss
 from retreever.ops.api import tree_attention
 from retreever.tree.aggregate import MeanAggregator
@@ -110,3 +112,14 @@ def test_detours_lead_out_of_a_wrong_turn_the_heads_are_certain_of(certain: int)
 
     assert all(push(False, noise).abs().max() < 1e-6 for noise in (0.1, 0.9))
     assert push(True, 2.0)[:certain].min() > 0.2 and push(True, 3.0).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("detours", "lambda_rl", "made"), [(0.5, 1.0, True), (0.0, 1.0, False), (0.5, 0.0, False)])
+def test_a_model_makes_detours_where_its_search_is_trained(detours: float, lambda_rl: float, made: bool) -> None:
+    objective = ObjectiveConfig(detours=detours, lambda_rl=lambda_rl)
+    model = ReTreever(dim_x=1, dim_y=1, dim=16, heads=2, layers=1, hidden=16, objective=objective)
+    data = Batch(*(torch.rand(3, n, 1, generator=torch.Generator().manual_seed(n)) for n in (16, 16, 9, 9)))
+    noise = model.noise_for(data, torch.Generator().manual_seed(0))
+    assert bool((noise >= 2).any()) == made
+    model.loss(data, noise).total.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

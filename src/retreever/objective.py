@@ -22,7 +22,7 @@ from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import check_choice, check_number, reject
 from retreever.batch import without_padding
-from retreever.detours import Detours, detour_credit
+from retreever.detours import Detours, PerQuery, detour_credit
 from retreever.nn.heads import log_likelihood, squared_error
 
 Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
@@ -32,7 +32,6 @@ BASELINES: tuple[Baseline, ...] = ("none", "constant", "batch-mean", "full")
 Gate = Literal["leaves", "open"]
 GATES: tuple[Gate, ...] = ("leaves", "open")
 RewardFunction = Callable[[Distribution, Tensor], Tensor]
-PerQuery = Float[Tensor, "b m"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,8 @@ class ObjectiveConfig:
         alpha: weight of the entropy bonus inside the policy term.
         gate: "leaves" trains the search only as far as reading all leaves has come: its terms are weighed by
             1 - L_CA / chance where predictions are classes (elsewhere by 1); "open" always weighs them by 1.
-        detours: share of the queries that make one decision at random while training (see detours.py).
+        detours: share of the queries that make one decision at random while training (see detours.py); none are made
+            where `lambda_rl` is 0.
     """
 
     reward: Reward | None = None

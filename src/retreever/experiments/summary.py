@@ -10,9 +10,10 @@ from retreever.errors import ConfigError
 from retreever.experiments.paper import Paper
 from retreever.experiments.recipe import Recipe
 from retreever.experiments.results import Entry
-from retreever.experiments.rows import Row, rows_of
+from retreever.experiments.rows import rows_of
+from retreever.experiments.table import COLUMNS
 from retreever.files import write_text
-from retreever.report.tables import Cell, Table, plus_minus
+from retreever.report.tables import Cell, Table
 
 TABLES = ("copy", "gp", "images", "human_activity")
 SYSTEMS = {  # column of the summary: keys of systems in the recipes
@@ -20,6 +21,7 @@ SYSTEMS = {  # column of the summary: keys of systems in the recipes
     "All tokens": ("ca", "transformer_ca"),
     "Perceiver IO": ("perceiver_io",),
 }
+SHOWN = ("Ours", "Paper")  # columns of the tables that are taken over
 START, END = "<!-- summary: made by `retreever results` -->", "<!-- end of summary -->"
 
 
@@ -47,14 +49,6 @@ def _lines(recipe: Recipe, paper: Paper, results: Mapping[str, Entry]) -> list[t
         found = [next((by_key[key] for key in keys if key in by_key), None) for keys in SYSTEMS.values()]
         tree = found[0]
         if tree is not None and tree.mean is not None:
-            values = [value for row in found for value in _values(row, recipe.digits)]
+            values = [None if row is None else COLUMNS[name](row, recipe.digits) for row in found for name in SHOWN]
             lines.append((f"{recipe.title}, {setting}", recipe.metric, f"{tree.tokens} of {tree.context}", *values))
     return lines
-
-
-def _values(row: Row | None, digits: int) -> tuple[Cell, Cell]:
-    """Ours and the paper's."""
-    if row is None:
-        return None, None
-    ours = "not run" if row.mean is None else plus_minus(row.mean, row.std, digits)
-    return ours, None if row.printed is None else row.printed.text

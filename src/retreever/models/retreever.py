@@ -161,8 +161,10 @@ class ReTreever(nn.Module):
         plan = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask)
         shape = (*batch.xt.shape[:2], plan.depth)
         noise = torch.rand(shape, generator=generator, device=generator.device).to(batch.xt.device)
-        share = self.config.objective.detours
-        return with_detours(noise, share, self.config.branch, generator) if share else noise
+        objective = self.config.objective
+        if not (objective.detours and objective.lambda_rl):  # a search that is not trained is not taught by detours
+            return noise
+        return with_detours(noise, objective.detours, self.config.branch, generator)
 
     def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
         """The three-term loss, mean over real targets. `noise` fixes the sampled paths."""
