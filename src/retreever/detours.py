@@ -26,7 +26,7 @@ class Detours(NamedTuple):
 
     taken: Bool[Tensor, "b m"]  # queries that were sent on one
     log_prob: PerQuery  # of the child taken there, mean over heads
-    readable: PerQuery | float  # weight, 0 to 1: how far reading all leaves has come
+    weight: PerQuery | float  # 0 to 1: how far they are to count yet
 
 
 def with_detours(noise: Noise, share: float, branch: int, generator: torch.Generator) -> Noise:
@@ -39,7 +39,7 @@ def with_detours(noise: Noise, share: float, branch: int, generator: torch.Gener
 
 
 def find_detours(
-    q: Float[Tensor, "b m h e"], tree: Tree, path: Int[Tensor, "b m"], noise: Noise, readable: PerQuery | float
+    q: Float[Tensor, "b m h e"], tree: Tree, path: Int[Tensor, "b m"], noise: Noise, weight: PerQuery | float
 ) -> Detours | None:
     """The detours in `noise` that led to `path`, and what each head gives the child taken. None in a tree of one level.
 
@@ -58,7 +58,7 @@ def find_detours(
         rows = torch.where(real, rows, node)  # what padding holds, say NaN, is never read
     taken = child[..., None].expand(-1, -1, -1, q.shape[2])
     log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, taken)
-    return Detours(sent.any(dim=2), log_prob.mean(dim=(2, 3)), readable)
+    return Detours(sent.any(dim=2), log_prob.mean(dim=(2, 3)), weight)
 
 
 def _head_log_probs(

@@ -177,7 +177,7 @@ def three_term_loss(
     imitation: Tensor | float = 0.0
     if detours is not None:
         advantage = advantage.masked_fill(detours.taken, 0)  # the path is not the policy's own
-        credit = detours.readable * detour_credit(reward, full_reward)
+        credit = detours.weight * detour_credit(reward, full_reward)
         credit = credit.masked_fill(~detours.taken, 0) / config.detours  # the mean over those that were sent
         imitation = policy_loss(detours.log_prob, entropy, credit, 0.0, mask)
     policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)

@@ -87,10 +87,10 @@ class ReTreeverConfig(ModelConfig):
 class ReTreever(nn.Module):
     """Encoder, tree, search, head. `reward` may be a name or any function (distribution, truth) -> (b, m).
 
-    `mean_over_processes` is what training among several processes sets: the mean of a scalar over all of them.
+    `mean_over_processes` is what training among several processes sets: the mean of a tensor over all of them.
     """
 
-    mean_over_processes: Callable[[Tensor], Tensor] = staticmethod(lambda scalar: scalar)
+    mean_over_processes: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
 
     def __init__(
         self, config: ReTreeverConfig | None = None, *, reward: Reward | RewardFunction | None = None, **fields: Any
@@ -178,10 +178,10 @@ class ReTreever(nn.Module):
         task, leaves = self.head.loss(dist, yt), self.head.loss(full, yt)
         if not self.training:  # what is reported while evaluating is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
-        gate, readable = self._gates(leaves, mask)
+        gate, weight = self._gates(task, leaves, mask)
         detours = None
         if self.config.objective.detours and noise is not None:
-            detours = find_detours(self.attention.block.start(query)[1], memory, found.path, noise, readable)
+            detours = find_detours(self.attention.block.start(query)[1], memory, found.path, noise, weight)
         return three_term_loss(
             self.config.objective,
             task=task,
@@ -195,14 +195,21 @@ class ReTreever(nn.Module):
             detours=detours,
         )
 
-    def _gates(self, leaves: Float[Tensor, "b m"], mask: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
-        """How much the search counts so far, the same in all processes, and how far each query has come."""
+    def _gates(
+        self, task: Float[Tensor, "b m"], leaves: Float[Tensor, "b m"], mask: Tensor | None
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """How much the search counts so far, the same in all processes, and how much a detour of each query does.
+
+        A detour counts as far as its query can be read from all leaves and the search has come by itself: before that,
+        what a random turn reads is chance, and to imitate it makes all children alike.
+        """
         objective = self.config.objective
         if objective.gate == "open" or not objective.lambda_ca or self.config.head != "categorical":
             return 1.0, 1.0
-        mean = self.mean_over_processes(masked_mean(leaves.detach(), mask))
         chance = math.log(self.config.out)
-        return gate_of(mean, chance), gate_of(leaves, chance)
+        means = torch.stack([masked_mean(loss.detach(), mask) for loss in (leaves, task)])
+        gate, found = gate_of(self.mean_over_processes(means), chance).unbind()
+        return gate, found * gate_of(leaves, chance)
 
     def tokens(self, n: int) -> int:
         """Tokens each query attends to when the context has `n` (the paper's convention)."""

@@ -53,9 +53,9 @@ class Ranks:
         dist.all_reduce(total)
         return float(total) / self.world
 
-    def mean_of_scalar(self, scalar: Tensor) -> Tensor:
-        """The mean over all processes, where the scalar is."""
-        total = scalar.detach().clone()
+    def mean_of(self, tensor: Tensor) -> Tensor:
+        """The mean over all processes, where the tensor is."""
+        total = tensor.detach().clone()
         dist.all_reduce(total)
         return total / self.world
 
@@ -86,7 +86,7 @@ def synchronised(model: nn.Module, ranks: Ranks) -> nn.Module:
     if ranks.world == 1:
         return loss
     if hasattr(model, "mean_over_processes"):
-        model.mean_over_processes = ranks.mean_of_scalar  # type: ignore[assignment]
+        model.mean_over_processes = ranks.mean_of  # type: ignore[assignment]
     return nn.parallel.DistributedDataParallel(loss)
 
 
