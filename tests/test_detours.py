@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from retreever.batch import Batch
 from retreever.detours import Detours, detour_credit, find_detours, with_detours
 from retreever.models.retreever import ReTreever
-from retreever.objective import ObjectiveConfig, three_term_loss
+from retreever.objective import Gate, ObjectiveConfig, three_term_loss
 from retreever.ops.api import tree_attention
 from retreever.tree.aggregate import MeanAggregator
 from retreever.tree.build import Tree, build_nodes
@@ -123,3 +125,15 @@ def test_a_model_makes_detours_where_its_search_is_trained(detours: float, lambd
     assert bool((noise >= 2).any()) == made
     model.loss(data, noise).total.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("gate", "knows", "imitated"), [("leaves", False, 0.0), ("leaves", True, 1.0), ("open", False, 1.0)]
+)
+def test_a_detour_counts_as_far_as_the_search_has_come_by_itself(gate: Gate, knows: bool, imitated: float) -> None:
+    """A random turn of a search at chance reads what chance reads: to imitate it would make all children alike."""
+    model = ReTreever(dim_x=1, dim_y=1, dim=16, heads=2, layers=1, hidden=16, head="categorical", outputs=5,
+                      objective=ObjectiveConfig(gate=gate, detours=0.5))  # fmt: skip
+    leaves, blind = torch.full((2, 3), 0.0), torch.full((2, 3), math.log(5))
+    search, weight = model._gates(leaves if knows else blind, leaves, None)
+    assert float(search) == 1.0 and float(torch.as_tensor(weight).mean()) == imitated

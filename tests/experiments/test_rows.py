@@ -166,4 +166,5 @@ def test_figures_are_drawn(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a table with a figure, got 'memory'"):
         draw_figure(ALL["memory"], SHIPPED, tmp_path / "memory.png")
     curves = curves_of(recipe, {"copy-8-tca-seed1": entry(1, test=1.0)})
-    assert curves["TCA, seed 1"][1] == {"step": 20, "validation accuracy in %": 60.0, "seconds": 1.0}
+    assert [[name, list(panel)] for name, panel in curves.items()] == [["N = 8", ["TCA", "TCA, all leaves"]]]
+    assert curves["N = 8"]["TCA"][0][1] == (20, 60.0)

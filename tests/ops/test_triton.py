@@ -428,8 +428,9 @@ def test_replays_as_a_cuda_graph() -> None:
     slopes = [torch.randn(8, 512, 4, 16, device=DEVICE), *torch.randn(2, 8, 512, device=DEVICE)]
 
     def step() -> tuple[Tensor, ...]:
-        output, path, log_prob, entropy = backend.tree_attention_triton(*args[:3], case.plan, *args[3:])
-        return output, path, *torch.autograd.grad((output, log_prob, entropy), args[:3], slopes)
+        leaves = [x.detach().requires_grad_() for x in args[:3]]  # of the stream the step runs on
+        output, path, log_prob, entropy = backend.tree_attention_triton(*leaves, case.plan, *args[3:])
+        return output, path, *torch.autograd.grad((output, log_prob, entropy), leaves, slopes)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

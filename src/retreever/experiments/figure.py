@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from retreever.errors import ConfigError
-from retreever.experiments.recipe import Cell, Recipe
+from retreever.experiments.recipe import Recipe
 from retreever.experiments.results import Entry, load_results
 from retreever.experiments.rows import Row, load_rows
+from retreever.report.curves_figure import Curve, draw_curve_panels
 
 
 def draw_figure(recipe: Recipe, folder: Path, out: Path) -> Path:
     """Draw the figure the recipe file asks for to the PNG `out`."""
-    from retreever.report.figures import draw_curves
     from retreever.report.tokens_figure import draw_scores_against_tokens
 
     if recipe.figure == "tokens":
         points = token_points(recipe, load_rows(recipe, folder))
         return draw_scores_against_tokens(points, out, score=recipe.metric, title=recipe.title)
     if recipe.figure == "curves":
-        histories = curves_of(recipe, load_results(folder))
-        return draw_curves(histories, out, metric=f"validation {recipe.metric}", title=recipe.title)
+        curves = curves_of(recipe, load_results(folder))
+        return draw_curve_panels(curves, out, f"validation {recipe.metric}", recipe.title)
     raise ConfigError(f"name: expected a table with a figure, got {recipe.name!r}")
 
 
@@ -41,24 +41,14 @@ def _placed(row: Row, context: int | None) -> Row:
     return row
 
 
-def curves_of(recipe: Recipe, results: Mapping[str, Entry]) -> dict[str, list[dict[str, float]]]:
-    """Learning curves by system (and column and seed where there are several)."""
-    curves: dict[str, list[dict[str, float]]] = {}
-    columns = len({cell.column.key for cell in recipe.cells})
+def curves_of(recipe: Recipe, results: Mapping[str, Entry]) -> dict[str, dict[str, list[Curve]]]:
+    """Learning curves by column and system, one for every seed that was run."""
+    curves: dict[str, dict[str, list[Curve]]] = {}
     for cell in recipe.cells:
-        for run in cell.runs:
-            if run.name in results and results[run.name]["curve"]:
-                label = _label(cell, run.settings.seed, columns)
-                points = results[run.name]["curve"]
-                curves[label] = [
-                    {"step": step, f"validation {recipe.metric}": value, "seconds": seconds}
-                    for step, value, seconds in points
-                ]
+        found = [results[run.name]["curve"] for run in cell.runs if run.name in results]
+        drawn: list[Curve] = [[(step, value) for step, value, _ in curve] for curve in found if curve]
+        if drawn:
+            curves.setdefault(cell.column.name, {})[cell.system.name] = drawn
     if not curves:
         raise ConfigError(f"name: expected collected runs of {recipe.name}, got none (retreever experiment)")
     return curves
-
-
-def _label(cell: Cell, seed: int, columns: int) -> str:
-    column = f", {cell.column.name}" if columns > 1 else ""
-    return f"{cell.system.name}{column}" + (f", seed {seed}" if len(cell.runs) > 1 else "")

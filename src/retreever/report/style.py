@@ -6,8 +6,9 @@ Needs matplotlib (the extra `plot`), imported on first use. No pyplot: nothing g
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retreever.errors import BackendError
 from retreever.files import write_bytes
@@ -15,6 +16,7 @@ from retreever.files import write_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 STYLE = {"font": "sans-serif", "ink": "#333333", "faint": "#d4d4d4", "grid": "#ebebeb"}
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#555555")  # safe for colour-blind eyes
@@ -34,6 +36,31 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure
+
+
+def new_panels(count: int, titled: bool) -> tuple[Figure, list[Axes], list[Axes]]:
+    """A figure with room for a title and a legend, its `count` panels, and those of them at the left."""
+    columns = 2 if count == 4 else min(3, count)
+    down = -(-count // columns)
+    figure = new_figure(max(5.2, 4.2 * columns), 3.6 * down + 0.7 + 0.3 * titled)
+    panels: list[Axes] = list(figure.subplots(down, columns, squeeze=False).flat)
+    for axis in panels[count:]:
+        axis.axis("off")
+    return figure, panels[:count], panels[:count:columns]
+
+
+def room_between(low: float, high: float) -> tuple[float, float]:
+    """Ends of a y axis from `low` to `high`, further apart where they differ by less than a fiftieth of their size."""
+    missing = max(0.0, 0.02 * max(abs(low), abs(high)) - (high - low))
+    return low - missing / 2, high + missing / 2
+
+
+def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """A legend under all panels, in as many lines as its longest label makes it."""
+    inches = 0.6 + 0.075 * max(len(str(handle.get_label())) for handle in handles)  # a letter takes 0.07 or so
+    lines = -(-len(handles) // max(1, int(figure.get_figwidth() / inches)))
+    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9}
+    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines), **look)
 
 
 def clean(axis: Axes, label: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retreever.arguments import reject
-from retreever.report.style import PALETTE, STYLE, clean, new_figure, save
+from retreever.report.style import PALETTE, STYLE, clean, legend_below, new_panels, room_between, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,16 +59,11 @@ def draw_scores_against_tokens(
         reject("rows", "at least one with a value for mean or paper", "none")
     systems = list(dict.fromkeys(row["system"] for row in rows))
     systems = [system for system in systems if any(system in panel for panel in panels.values())]
-    columns = 2 if len(panels) == 4 else min(3, len(panels))
-    down = -(-len(panels) // columns)
-    figure = new_figure(max(5.2, 4.2 * columns), 3.6 * down + 0.7 + 0.3 * bool(title))
-    grid: Any = figure.subplots(down, columns, squeeze=False)
-    for axis in list(grid.flat)[len(panels) :]:
-        axis.axis("off")
-    for axis, (setting, panel) in zip(grid.flat, panels.items(), strict=False):
+    figure, axes, left = new_panels(len(panels), bool(title))
+    for axis, (setting, panel) in zip(axes, panels.items(), strict=True):
         _draw_panel(axis, panel, systems)
         _finish_panel(axis, setting, [row["tokens"] for points in panel.values() for row in points], tokens)
-    for axis in grid[:, 0]:
+    for axis in left:
         axis.set_ylabel(score, color=STYLE["ink"])
     _legend(figure, systems, rows)
     return save(figure, file, title)
@@ -134,6 +129,7 @@ def _finish_panel(axis: Axes, setting: str, counts: Sequence[float], tokens: str
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_xticks([], minor=True)
     axis.margins(y=0.12)
+    axis.set_ylim(*room_between(*axis.get_ylim()))
     axis.set_title(setting, fontsize=10, color=STYLE["ink"])
 
 
@@ -150,9 +146,7 @@ def _legend(figure: Figure, systems: Sequence[str], rows: Sequence[Row]) -> None
         handles.append(entry("ours, mean ± std", 0, True, **grey | {"mfc": STYLE["ink"]}))
     if any(row.get("paper") is not None for row in rows):
         handles.append(entry("the paper's", 0, False, **grey))
-    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9}
-    lines = -(-len(handles) // max(2, int(figure.get_figwidth() / 1.9)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines), **look)
+    legend_below(figure, handles)
 
 
 def _check_rows(rows: Sequence[Row]) -> None:
