@@ -28,12 +28,9 @@ from retreever.tree.plan import TreePlan
 if importlib.util.find_spec("numba") is None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-import numpy as np
-from numba import njit
 
 import retreever.cpu.numba_run as threads
 import retreever.ops.numba as backend
-from retreever.cpu import simd_kernel as simd
 
 TIE = 1e-5  # policies closer than this may be decided either way
 
@@ -522,31 +519,7 @@ def test_second_derivatives_are_refused() -> None:
         slope.sum().backward()
 
 
-# ------------------------------------------------------------------------------------------------ vectors and caches
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_exponentials_and_logarithms_are_exact_to_two_units(dtype: Any) -> None:
-    @njit
-    def both(address: int, to: int, length: int, one: float) -> None:
-        numbers, results = simd.pointer(address, one), simd.pointer(to, one)
-        for i in range(0, length, simd.LANES):
-            vector = simd.load(numbers, i)
-            simd.store(results, i, simd.exp(vector))
-            log = simd.log(simd.splat(0.0, one) - vector)
-            simd.store(results, length + i, log)
-
-    tiny = np.finfo(dtype).tiny
-    lowest = np.log(tiny) + 1e-3
-    numbers = -np.concatenate([np.geomspace(tiny, -lowest, 4000), 1 + np.linspace(-0.01, 0.01, 96)]).astype(dtype)
-    results = np.empty((2, len(numbers)), dtype)
-    both(numbers.ctypes.data, results.ctypes.data, len(numbers), dtype(1))
-    exact = np.stack([np.exp(numbers.astype(np.longdouble)), np.log(-numbers.astype(np.longdouble))])
-    error = np.abs(results - exact) / np.maximum(np.abs(exact), np.finfo(np.longdouble).tiny)
-    assert error[exact != 0].max() <= 2 * np.finfo(dtype).eps
-    numbers[:4] = -np.inf, np.nan, lowest - 2, 0
-    both(numbers.ctypes.data, results.ctypes.data, len(numbers), dtype(1))
-    assert results[0, 0] == 0 and np.isnan(results[0, 1]) and results[0, 2] == 0 and results[0, 3] == 1
+# ------------------------------------------------------------------------------------------------ caches
 
 
 def test_a_cache_folder_is_a_convenience(tmp_path: Path) -> None:

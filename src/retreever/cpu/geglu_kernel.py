@@ -11,22 +11,10 @@ import math
 
 from torch import Tensor
 
+from retreever.cpu.lanes_kernel import LANES, fma, kernel, larger, splat, step, where_less
+from retreever.cpu.memory_kernel import claim, finish, give, pointer, take
 from retreever.cpu.numba_run import Entries, run
-from retreever.cpu.simd_kernel import (
-    LANES,
-    claim,
-    exp,
-    finish,
-    fma,
-    give,
-    kernel,
-    larger,
-    pointer,
-    splat,
-    step,
-    take,
-    where_less,
-)
+from retreever.cpu.series_kernel import exp
 
 ROWS = 64  # of an item
 COST = 12  # of an element, in multiply-adds

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from retreever.cpu.lanes_kernel import LANES, kernel, splat, where_less
+from retreever.cpu.memory_kernel import claim, finish, give, pointer, take
 from retreever.cpu.numba_run import Entries, run
-from retreever.cpu.simd_kernel import LANES, claim, finish, give, kernel, pointer, splat, take, where_less
 
 ROWS = 64
 COST = 4  # of an element, in multiply-adds

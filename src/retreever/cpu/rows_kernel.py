@@ -11,21 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+from retreever.cpu.lanes_kernel import LANES, fma, keep_first, kernel, part, splat, total
+from retreever.cpu.memory_kernel import claim, finish, give, pointer, take
 from retreever.cpu.numba_run import Entries, run
-from retreever.cpu.simd_kernel import (
-    LANES,
-    claim,
-    finish,
-    fma,
-    give,
-    keep_first,
-    kernel,
-    part,
-    pointer,
-    splat,
-    take,
-    total,
-)
 
 ROWS = 64
 COST = 8  # of an element, in multiply-adds

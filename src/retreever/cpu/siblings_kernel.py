@@ -6,23 +6,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from retreever.cpu.lanes_kernel import LANES, fma, kernel, larger, part, splat, total
+from retreever.cpu.memory_kernel import claim, finish, give, pointer, room, take
 from retreever.cpu.numba_run import Entries, run
-from retreever.cpu.simd_kernel import (
-    LANES,
-    claim,
-    exp,
-    finish,
-    fma,
-    give,
-    kernel,
-    larger,
-    part,
-    pointer,
-    room,
-    splat,
-    take,
-    total,
-)
+from retreever.cpu.series_kernel import exp
 
 FAMILIES = 32  # of an item
 BYTE = np.uint8(0)

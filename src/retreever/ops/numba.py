@@ -20,8 +20,9 @@ from retreever.tree.plan import TreePlan
 try:
     import numba
 
+    from retreever.cpu.lanes_kernel import LANES
+    from retreever.cpu.memory_kernel import ROOM
     from retreever.cpu.numba_run import GRAIN, Entries, run
-    from retreever.cpu.simd_kernel import LANES, ROOM
     from retreever.ops.numba_backward import backward_nodes, backward_scores
     from retreever.ops.numba_kernels import forward
     from retreever.ops.numba_single import forward_single

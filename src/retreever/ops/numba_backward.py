@@ -13,25 +13,9 @@ import math
 
 import numpy as np
 
-from retreever.cpu.simd_kernel import (
-    INDEX,
-    LANES,
-    claim,
-    exp,
-    finish,
-    fma,
-    kernel,
-    larger,
-    load,
-    load_first,
-    part,
-    pointer,
-    splat,
-    store,
-    store_first,
-    where_equal,
-    where_less,
-)
+from retreever.cpu.lanes_kernel import LANES, fma, kernel, larger, part, splat, where_equal, where_less
+from retreever.cpu.memory_kernel import INDEX, claim, finish, load, load_first, pointer, store, store_first
+from retreever.cpu.series_kernel import exp
 from retreever.ops.numba_kernels import (
     BYTE,
     Tile,

@@ -16,27 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retreever.cpu.simd_kernel import (
-    INDEX,
-    LANES,
-    claim,
-    exp,
-    finish,
-    fma,
-    kernel,
-    larger,
-    load,
-    load_first,
-    log,
-    part,
-    pointer,
-    splat,
-    store,
-    store_first,
-    total,
-    where_equal,
-    where_less,
-)
+from retreever.cpu.lanes_kernel import LANES, fma, kernel, larger, part, splat, total, where_equal, where_less
+from retreever.cpu.memory_kernel import INDEX, claim, finish, load, load_first, pointer, store, store_first
+from retreever.cpu.series_kernel import exp, log
 
 BYTE = np.uint8(0)
 

@@ -11,27 +11,9 @@ import math
 
 import numpy as np
 
-from retreever.cpu.simd_kernel import (
-    INDEX,
-    LANES,
-    exp,
-    fma,
-    keep_first,
-    kernel,
-    larger,
-    load,
-    load_first,
-    log,
-    pointer,
-    prefetch,
-    put,
-    room,
-    splat,
-    step,
-    store,
-    store_first,
-    total,
-)
+from retreever.cpu.lanes_kernel import LANES, fma, keep_first, kernel, larger, put, splat, step, total
+from retreever.cpu.memory_kernel import INDEX, load, load_first, pointer, prefetch, room, store, store_first
+from retreever.cpu.series_kernel import exp, log
 
 AHEAD = 8  # rows of keys asked for ahead of time, at most
 
