@@ -166,5 +166,5 @@ def test_figures_are_drawn(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a table with a figure, got 'memory'"):
         draw_figure(ALL["memory"], SHIPPED, tmp_path / "memory.png")
     curves = curves_of(recipe, {"copy-8-tca-seed1": entry(1, test=1.0)})
-    assert [[name, list(panel)] for name, panel in curves.items()] == [["N = 8", ["TCA", "TCA, all leaves"]]]
+    assert [[name, list(panel)] for name, panel in curves.items()] == [["N = 8", ["TCA"]]]
     assert curves["N = 8"]["TCA"][0][1] == (20, 60.0)

@@ -42,9 +42,9 @@ def _placed(row: Row, context: int | None) -> Row:
 
 
 def curves_of(recipe: Recipe, results: Mapping[str, Entry]) -> dict[str, dict[str, list[Curve]]]:
-    """Learning curves by column and system, one for every seed that was run."""
+    """Learning curves by column and system, one for every seed that was run; reading all leaves has none of its own."""
     curves: dict[str, dict[str, list[Curve]]] = {}
-    for cell in recipe.cells:
+    for cell in (cell for cell in recipe.cells if not cell.system.full):
         found = [results[run.name]["curve"] for run in cell.runs if run.name in results]
         drawn: list[Curve] = [[(step, value) for step, value, _ in curve] for curve in found if curve]
         if drawn:

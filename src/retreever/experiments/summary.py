@@ -15,7 +15,7 @@ from retreever.experiments.table import COLUMNS
 from retreever.files import write_text
 from retreever.report.tables import Cell, Table
 
-TABLES = ("copy", "gp", "images", "human_activity")
+TABLES = ("copy", "long_copy", "gp", "images", "human_activity")
 SYSTEMS = {  # column of the summary: keys of systems in the recipes
     "Tree": ("tca", "retreever"),
     "All tokens": ("ca", "transformer_ca"),

@@ -17,7 +17,9 @@ Panels = Mapping[str, Mapping[str, Sequence[Curve]]]  # setting -> system -> one
 
 
 def draw_curve_panels(panels: Panels, file: str | Path, metric: str, title: str | None = None) -> Path:
-    """Draw `metric` against steps to the PNG `file`. Seconds are not shown: runs side by side share their machine.
+    """Draw `metric` against steps to the PNG `file`, all panels on one scale.
+
+    Seconds are not shown: runs side by side share their machine.
 
     Args:
         panels: curves by setting and system; what has none is left out.
@@ -37,8 +39,11 @@ def draw_curve_panels(panels: Panels, file: str | Path, metric: str, title: str 
             for curve in curves:
                 axis.plot(*zip(*curve, strict=True), **_look(systems.index(system)))
         clean(axis, "step")
-        axis.set_ylim(*room_between(*axis.get_ylim()))
         axis.set_title(setting, fontsize=10, color=STYLE["ink"])
+    limits = [axis.get_ylim() for axis in axes]
+    low, high = room_between(min(low for low, _ in limits), max(high for _, high in limits))
+    for axis in axes:
+        axis.set_ylim(low, high)
     for axis in left:
         axis.set_ylabel(metric, color=STYLE["ink"])
     legend_below(figure, [Line2D([], [], label=system, **_look(index)) for index, system in enumerate(systems)])
