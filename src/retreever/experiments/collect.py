@@ -46,7 +46,7 @@ def collect(
             if same and entry["data"] is None:
                 entry["data"] = known[name]["data"]  # said when it was collected first
             if name in known and not same and not overwrite:
-                raise ConfigError(f"{name}: expected the scores collected before, got others (--overwrite)")
+                raise ConfigError(f"{name}: expected the scores collected before, got others (--replace takes these)")
         save_results(folder, task, known | fresh)
     return sorted(found)
 
