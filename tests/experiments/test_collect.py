@@ -54,7 +54,7 @@ def test_other_scores_for_a_known_run_are_refused(folder: Path, make_run: MakeRu
     before = (folder / "results" / "copy.json").read_bytes()
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "scores": {"test": 1.0}}))
-    with pytest.raises(ConfigError, match="copy-8-tca-seed0: expected the scores collected before, got others .--replace"):
+    with pytest.raises(ConfigError, match=r"copy-8-tca-seed0: .* got others .--replace"):
         collect(folder)
     assert (folder / "results" / "copy.json").read_bytes() == before
     assert collect(folder, replace=True)["copy-8-tca-seed0"]["scores"] == {"test": 1.0}
