@@ -7,8 +7,14 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-CHECKED = ["attention", "batch", "models", "nn", "objective", "ops.reference", "results", "tasks", "tree"]
-AGAIN = ["models/test_models.py", "ops/test_policy.py", "tree/test_selected.py", "tree/test_layout.py"]
+CHECKED = ["attention", "batch", "detours", "models", "nn", "objective", "ops.reference", "results", "tasks", "tree"]
+AGAIN = [
+    "test_detours.py",
+    "models/test_models.py",
+    "ops/test_policy.py",
+    "tree/test_selected.py",
+    "tree/test_layout.py",
+]
 
 
 def test_annotations_hold() -> None:
