@@ -81,7 +81,7 @@ def test_a_detour_is_imitated_as_far_as_it_reads_what_all_leaves_read() -> None:
     zero, log_prob, heads = torch.zeros(1, 4), torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), torch.full((1, 4), -7.0)
     taken, weight = torch.tensor([[True, True, True, False]]), torch.tensor([[1.0, 0.5, 1.0, 1.0]])
     detours = Detours(taken, heads, weight)
-    config = ObjectiveConfig(alpha=0, detours=0.75)
+    config = ObjectiveConfig(alpha=0.0, detours=0.75)
     loss = three_term_loss(config, zero, zero, log_prob, zero, reward, full, detours=detours)
     assert float(loss.policy) == pytest.approx(4 * 0.5 / 4)
     assert float(loss.total) == pytest.approx((7 * 1.0 * 1.0 + 7 * 0.5 * 0.5) / 3 + 4 * 0.5 / 4)
