@@ -3,7 +3,7 @@
 REINFORCE learns from what the policy does, and moves a head by p (1 - p). Where all heads are certain of a wrong turn,
 say of 1 - 1e-16, it never sees better; where three of four are, it sees better, but no head moves. So a share of the
 queries makes one decision at random while training. Where that reads as well as all leaves do, every head for itself is
-told that this was the child to take.
+told that this was the child to take, as far as the search already works: at chance, random turns teach chance.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class ObjectiveConfig:
         lambda_ca: weight of the loss read over all leaves.
         alpha: weight of the entropy bonus inside the policy term.
         gate: "leaves" trains the search only as far as reading all leaves has come: its terms are weighed by
-            1 - L_CA / chance where predictions are classes (elsewhere by 1); "open" always weighs them by 1.
+            1 - L_CA / chance where predictions are classes (elsewhere by 1), and what detours teach by 1 - L_TCA /
+            chance besides; "open" always weighs them by 1.
         detours: share of the queries that make one decision at random while training (see detours.py); none are made
             where `lambda_rl` is 0.
     """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retreever.errors import InputError
+from retreever.errors import BackendError, InputError
 from retreever.report.curves_figure import Panels, draw_curve_panels
 from retreever.report.style import PALETTE, room_between
 
@@ -44,6 +45,13 @@ def test_what_has_no_curve_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="panels: expected at least one curve, got none"):
         draw_curve_panels({"N = 2": {"CA": []}}, tmp_path / "none.png", "loss")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("matplotlib.figure", "matplotlib.lines"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(BackendError, match=r"retreever\[plot\]"):
+        draw_curve_panels({"N = 1": {"TCA": [[(1, 2.0)]]}}, tmp_path / "curves.png", "loss")
 
 
 @given(numbers, numbers)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retreever.arguments import reject
 from retreever.report.style import PALETTE, STYLE, clean, legend_below, new_panels, room_between, save
+
+if TYPE_CHECKING:
+    from matplotlib.lines import Line2D
 
 Curve = Sequence[tuple[float, float]]  # step, value
 Panels = Mapping[str, Mapping[str, Sequence[Curve]]]  # setting -> system -> one curve per seed
@@ -27,8 +30,6 @@ def draw_curve_panels(panels: Panels, file: str | Path, metric: str, title: str 
         metric: names the y axis.
         title: over the whole picture.
     """
-    from matplotlib.lines import Line2D
-
     panels = {setting: panel for setting, panel in panels.items() if any(panel.values())}
     if not panels:
         reject("panels", "at least one curve", "none")
@@ -46,9 +47,15 @@ def draw_curve_panels(panels: Panels, file: str | Path, metric: str, title: str 
         axis.set_ylim(low, high)
     for axis in left:
         axis.set_ylabel(metric, color=STYLE["ink"])
-    legend_below(figure, [Line2D([], [], label=system, **_look(index)) for index, system in enumerate(systems)])
+    legend_below(figure, _handles(systems))
     return save(figure, file, title)
 
 
 def _look(index: int) -> dict[str, Any]:
     return {"color": PALETTE[index % len(PALETTE)], "marker": "o", "ms": 3, "lw": 1.5, "alpha": 0.8}
+
+
+def _handles(systems: Sequence[str]) -> list[Line2D]:
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], label=system, **_look(index)) for index, system in enumerate(systems)]
