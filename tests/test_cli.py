@@ -24,6 +24,14 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     assert min(took) < 0.5
 
 
+def test_who_reads_the_output_may_have_seen_enough() -> None:
+    command = [sys.executable, "-m", "retreever", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None and job.stderr is not None
+        job.stdout.close()
+        assert job.stderr.read() == b"" and job.wait() == 0
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out.strip() == __version__

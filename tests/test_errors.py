@@ -169,9 +169,9 @@ ON_MODELS: list[Case] = [
     (lambda m: m.predict(xc[0], yc, xt), "xc", "shape (b, n, dx)", "2 axes (9, 1)"),
     (lambda m: m.predict(xc, yc[:1], xt), "yc", "shape (b=2, n=9, dy)", "(1, 9, 1)"),
     (lambda m: m.predict(xc, yc / 0, xt), "yc", "finite values", "18 NaN or infinite of 18"),
-    (lambda m: m.predict(xc, yc, xt, ~real), "mask of xc", "at least one real token", "2 rows with none"),
+    (lambda m: m.predict(xc, yc, xt, ~real), "mask", "at least one real token", "2 rows with none"),
     (lambda m: m.loss(batch(xt=xt[:, :0], yt=yt[:, :0])), "xt", "at least one point", "(2, 0, 1)"),
-    (lambda m: m.loss(batch(target_mask=real[:, :3].int())), "mask of xt", "dtype torch.bool", "torch.int32"),
+    (lambda m: m.loss(batch(target_mask=real[:, :3].int())), "target_mask", "dtype torch.bool", "torch.int32"),
     (lambda m: m.predict(xc.repeat(1, 1, 2), yc, xt), "xc", "dx=1", "(2, 9, 2)"),
     (lambda m: m.predict(xc, yc.repeat(1, 1, 2), xt), "yc", "dy=1", "(2, 9, 2)"),
     (lambda m: m.predict(xc, symbols, xt), "yc", "dy=1", "(2, 9)"),
@@ -217,11 +217,23 @@ def test_sequence_models_refuse(kind: type[nn.Module], call: Callable, argument:
 
 
 @pytest.mark.parametrize(
+    ("call", "argument", "expected", "got"),
+    [
+        (lambda: ReTreever(objective={"detours": 0.1}), "objective", "an ObjectiveConfig", "dict"),
+        (lambda: ReTreever(order_seed="x"), "order_seed", "an int >= 0", "'x'"),
+        (lambda: ObjectiveConfig(constant="x"), "constant", "a number", "'x'"),
+    ],
+)
+def test_settings_of_another_type_are_refused(call: Callable, argument: str, expected: str, got: str) -> None:
+    check(call, argument, expected, got)
+
+
+@pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: ReTreever(ReTreeverConfig(), dim=4), "expected either a config or keyword arguments, got both (dim)"),
-        (lambda: ReTreever(brnch=2), "'brnch'"),
-        (lambda: TransformerCA(branch=2), "'branch'"),
+        (lambda: ReTreever(brnch=2), "brnch: expected settings among"),
+        (lambda: TransformerCA(branch=2), "branch: expected settings among"),
         (lambda: ReTreever({"dim": 4}), "config: expected"),
         (lambda: PerceiverIO(ReTreeverConfig()), "config: expected"),
     ],

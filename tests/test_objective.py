@@ -160,7 +160,7 @@ def test_three_terms_by_hand() -> None:
     by_hand = Parts(*(torch.tensor([row]) for row in ([1.0, 3], [4.0, 6], [-1.0, -3], [0.2, 0.4], [3.0, 0], [9.0, 9])))
     loss = by_hand.loss(baseline="constant", constant=1.0, lambda_rl=2.0, lambda_ca=0.5, alpha=10.0)
     task, policy, leaves = 2.0, -0.5 - 10 * 0.3, 5.0
-    expected = (task + 2 * policy + 0.5 * leaves, task, policy, leaves, 1.5, 0.3)
+    expected = (task + 2 * policy + 0.5 * leaves, task, policy, leaves, 0.0, 1.5, 0.3)
     assert [float(part) for part in loss] == pytest.approx(expected)
 
 
@@ -201,7 +201,7 @@ def test_only_the_total_carries_a_gradient() -> None:
 
 def test_a_model_without_search_has_a_task_loss_alone() -> None:
     task = torch.tensor(2.0, requires_grad=True)
-    assert [float(part.detach()) for part in Loss.only_task(task)] == [2, 2, 0, 0, 0, 0]
+    assert [float(part.detach()) for part in Loss.only_task(task)] == [2, 2, 0, 0, 0, 0, 0]
     assert Loss.only_task(task).total.requires_grad
 
 
@@ -234,6 +234,12 @@ def test_an_advantage_that_would_broadcast_is_refused() -> None:
     """Regression: (2, 3, 1) times (6,) is (2, 3, 6), a mean over pairs of queries that looks like a loss."""
     with pytest.raises(InputError, match=r"^advantage: expected"):
         policy_loss(torch.ones(6), torch.ones(6), torch.ones(2, 3, 1), alpha=0.0)
+
+
+@pytest.mark.parametrize("value", [1.0, None, [[1.0]]])
+def test_a_reward_that_is_no_tensor_is_refused(value: object) -> None:
+    with pytest.raises(InputError, match=f"reward: expected a tensor .*, got {type(value).__name__}"):
+        reward_of(lambda dist, y: value, gaussian(torch.zeros(2, 3, 1)), torch.ones(2, 3, 1))  # type: ignore[arg-type, return-value]
 
 
 def test_rewards_of_one_dimension_do_not_mix_queries() -> None:

@@ -169,8 +169,8 @@ class TreeCrossAttention(nn.Module):
     ) -> TreeCrossAttentionResult:
         """Answer `query` from `tree`.
 
-        In training paths are sampled, by `noise` (uniforms, one per decision) or fresh ones from `generator`; in
-        evaluation the most likely child is taken unless `noise` is given.
+        In training paths are sampled, by `noise` (uniforms in [0, 1), one per decision; 2 + c takes child c) or fresh
+        ones from `generator`; in evaluation the most likely child is taken unless `noise` is given.
         """
         normed, q = self._query_heads(query, tree)
         if self.retrieval == "full":

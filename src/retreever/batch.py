@@ -69,9 +69,9 @@ class Batch:
 
     def validate(self) -> Batch:
         """Raise `InputError` unless shapes, types, devices and values fit together; returns the batch itself."""
-        check_points("xc", self.xc, "yc", self.yc, self.context_mask)
+        check_points("xc", self.xc, "yc", self.yc, self.context_mask, "context_mask")
         yt = self.yt if self.output_mask is None else self._known(self.output_mask)
-        check_points("xt", self.xt, "yt", yt, self.target_mask)
+        check_points("xt", self.xt, "yt", yt, self.target_mask, "target_mask", axis="m")
         if self.output_mask is not None:
             self._check_any_known(self.output_mask)
         if self.xt.shape[0] != self.xc.shape[0] or self.xt.shape[2] != self.xc.shape[2]:
@@ -97,26 +97,28 @@ class Batch:
             reject("output_mask", "a known output for every real target", unknown)
 
 
-def check_points(x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask") -> None:
+def check_points(
+    x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask", axis: str = "n"
+) -> None:
     """Points and their values: same rows, real entries finite, at least one real point per row."""
-    check_tensor(x_name, x, "b n dx")
+    check_tensor(x_name, x, f"b {axis} dx")
     check_float(x_name, x)
     b, n = x.shape[:2]
     if n == 0:
         reject(x_name, "at least one point", tuple(x.shape))
     if not isinstance(y, Tensor) or y.dim() not in (2, 3):
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        reject(y_name, f"shape (b={b}, n={n}, dy) or integers (b={b}, n={n})", got)
+        reject(y_name, f"shape (b={b}, {axis}={n}, dy) or integers (b={b}, {axis}={n})", got)
     if y.dtype.is_floating_point:
-        check_tensor(y_name, y, "b n dy", b=b, n=n)
+        check_tensor(y_name, y, f"b {axis} dy", **{"b": b, axis: n})
         check_same(y_name, y, x_name, x)
     else:
-        check_tensor(y_name, y, "b n", b=b, n=n)
+        check_tensor(y_name, y, f"b {axis}", **{"b": b, axis: n})
         check_same(y_name, y, x_name, x, dtype=False)
     if mask is not None:
-        check_mask(f"{mask_name} of {x_name}", mask, "b n", b=b, n=n)
-        check_same(f"{mask_name} of {x_name}", mask, x_name, x, dtype=False)
-        check_any_real(f"{mask_name} of {x_name}", mask)
+        check_mask(mask_name, mask, f"b {axis}", **{"b": b, axis: n})
+        check_same(mask_name, mask, x_name, x, dtype=False)
+        check_any_real(mask_name, mask)
     check_finite(x_name, x, mask)
     if y.dtype.is_floating_point:
         check_finite(y_name, y, mask)

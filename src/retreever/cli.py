@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -122,10 +123,15 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Version, named("version")]
     )
     try:
-        return parse(commands, arguments).run() or 0
+        status: int = parse(commands, arguments).run() or 0
+        sys.stdout.flush()
+        return status
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who read the output has seen enough, say `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("retreever: stopped", file=sys.stderr)
         return 130

@@ -11,6 +11,7 @@ flattened before it meets log_prob, and never differentiated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -71,6 +72,7 @@ class ObjectiveConfig:
         check_choice("gate", self.gate, GATES)
         for name in ("lambda_rl", "lambda_ca", "alpha"):
             check_number(name, getattr(self, name))
+        check_number("constant", self.constant, minimum=-math.inf)
         check_number("detours", self.detours, below=1.0)
 
 
@@ -81,6 +83,7 @@ class Loss(NamedTuple):
     task: Float[Tensor, ""]
     policy: Float[Tensor, ""]
     leaves: Float[Tensor, ""]
+    detours: Float[Tensor, ""]
     reward: Float[Tensor, ""]
     entropy: Float[Tensor, ""]
 
@@ -88,7 +91,7 @@ class Loss(NamedTuple):
     def only_task(cls, task: Float[Tensor, ""]) -> Loss:
         """The loss of a model without a search."""
         zero = torch.zeros_like(task).detach()
-        return cls(task, task.detach(), zero, zero, zero, zero)
+        return cls(task, task.detach(), *(zero for _ in cls._fields[2:]))
 
 
 def reward_of(reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> PerQuery:
@@ -98,9 +101,11 @@ def reward_of(reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Ten
     """
     with torch.no_grad():
         value = REWARD_FUNCTIONS[reward](dist, y) if isinstance(reward, str) else reward(dist, y)
+    if not isinstance(value, Tensor):
+        reject("reward", f"a tensor of one value per query, shape {tuple(y.shape[:2])}", type(value).__name__)
     if value.shape != y.shape[:2]:
         reject("reward", f"one value per query, shape {tuple(y.shape[:2])}", tuple(value.shape))
-    return value.detach()
+    return value.detach() if value.is_floating_point() else value.to(torch.get_default_dtype())
 
 
 def accuracy(dist: Distribution, y: Tensor) -> PerQuery:
@@ -175,7 +180,7 @@ def three_term_loss(
 ) -> Loss:
     """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search."""
     advantage = reward - baseline_of(config, reward, full_reward, mask)
-    imitation: Tensor | float = 0.0
+    imitation = reward.new_zeros(())
     if detours is not None:
         advantage = advantage.masked_fill(detours.taken, 0)  # the path is not the policy's own
         credit = detours.weight * detour_credit(reward, full_reward)
@@ -188,6 +193,7 @@ def three_term_loss(
         task=task_mean.detach(),
         policy=policy.detach(),
         leaves=leaves_mean.detach(),
+        detours=imitation.detach(),
         reward=masked_mean(reward, mask),
         entropy=masked_mean(entropy, mask).detach(),
     )

@@ -163,7 +163,7 @@ def test_figures_are_drawn(folder: Path, tmp_path: Path) -> None:
     assert draw_figure(recipe, folder, tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="expected collected runs of reward, got none"):
         curves_of(ALL["reward"], {})
-    with pytest.raises(ConfigError, match="expected a table with a figure, got 'memory'"):
+    with pytest.raises(ConfigError, match=r"expected a table with a figure \(copy, .*\), got 'memory'"):
         draw_figure(ALL["memory"], SHIPPED, tmp_path / "memory.png")
     curves = curves_of(recipe, {"copy-8-tca-seed1": entry(1, test=1.0)})
     assert [[name, list(panel)] for name, panel in curves.items()] == [["N = 8", ["TCA"]]]

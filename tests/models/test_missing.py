@@ -192,7 +192,7 @@ def test_collate_keeps_what_is_known() -> None:
         ({"output_mask": torch.ones(2, 4, 3)}, "output_mask: expected dtype torch.bool"),
         ({"output_mask": torch.zeros(2, 4, 3, dtype=torch.bool)}, "output_mask: .* real target, got 8 without"),
         ({"yt": torch.zeros(2, 4, dtype=torch.int64)}, r"yt: expected floats .* got torch.int64 \(2, 4\)"),
-        ({"target_mask": torch.ones(2, 3, dtype=torch.bool)}, "mask of xt: expected shape"),
+        ({"target_mask": torch.ones(2, 3, dtype=torch.bool)}, "target_mask: expected shape"),
         ({"output_mask": None, "yt": torch.full((2, 4, 3), torch.nan)}, "yt: expected finite values"),
     ],
 )

@@ -313,3 +313,17 @@ def test_the_search_waits_for_the_leaves_where_predictions_are_classes(head: str
     module.mean_over_processes = lambda mean: mean + 10  # as if other processes were worse than chance
     module.loss(batch(head=head)).total.backward()
     assert all(not p.grad.any() for p in module.attention.aggregator.parameters()) is silent
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_a_reward_may_be_of_any_type(dtype: torch.dtype) -> None:
+    module = ReTreever(model(ReTreever).config, reward=lambda dist, y: (y[..., 0] > 0).to(dtype))
+    loss = module.loss(batch())
+    assert loss.total.dtype == loss.reward.dtype == torch.float32 and loss.total.isfinite()
+
+
+def test_the_terms_make_up_the_loss() -> None:
+    module, data = model(ReTreever, objective=ObjectiveConfig(detours=0.5)), batch()
+    loss = module.loss(data, module.noise_for(data, torch.Generator().manual_seed(0)))
+    assert loss.detours.item() != 0
+    assert loss.total.item() == pytest.approx(float(loss.task + loss.policy + loss.leaves + loss.detours), rel=1e-5)

@@ -200,10 +200,11 @@ def test_from_multihead_keeps_the_dtype(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
-        (nn.MultiheadAttention(DIM, 2, add_bias_kv=True), "no add_bias_kv and no add_zero_attn"),
-        (nn.MultiheadAttention(DIM, 2, add_zero_attn=True), "no add_bias_kv and no add_zero_attn"),
-        (nn.MultiheadAttention(DIM, 2, kdim=8, vdim=4), "kdim equal to vdim, got kdim=8, vdim=4"),
-        (nn.MultiheadAttention(DIM, 2, kdim=8), "kdim equal to vdim, got kdim=8, vdim=16"),
+        (nn.MultiheadAttention(DIM, 2), "batch_first=True, .*, got batch_first=False"),
+        (nn.MultiheadAttention(DIM, 2, add_bias_kv=True, batch_first=True), "no add_bias_kv and no add_zero_attn"),
+        (nn.MultiheadAttention(DIM, 2, add_zero_attn=True, batch_first=True), "no add_bias_kv and no add_zero_attn"),
+        (nn.MultiheadAttention(DIM, 2, kdim=8, vdim=4, batch_first=True), "kdim equal to vdim, got kdim=8, vdim=4"),
+        (nn.MultiheadAttention(DIM, 2, kdim=8, batch_first=True), "kdim equal to vdim, got kdim=8, vdim=16"),
         (nn.Linear(2, 2), "an nn.MultiheadAttention, got Linear"),
         (None, "an nn.MultiheadAttention, got NoneType"),
     ],

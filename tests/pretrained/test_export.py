@@ -69,7 +69,7 @@ def test_unfinished_runs_and_bad_names_are_refused(
     for name in ("../x", "Tiny", "a b", "-a", "", "a--b", "x.json"):
         with pytest.raises(ValueError, match="name: expected lower-case letters"):
             export_run(run, name, out)
-    refused([tmp_path / "absent", "tiny"], "config.json: expected readable JSON", capsys, out)
+    refused([tmp_path / "absent", "tiny"], "absent: expected the folder of a run", capsys, out)
     edit(run / "result.json", scores={"test": float("nan")})
     refused([run, "tiny"], "scores.test: expected a finite number, got nan", capsys, out)
     edit(run / "result.json", scores=None)

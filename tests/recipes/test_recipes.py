@@ -77,6 +77,16 @@ def test_published_models_have_the_paper_codes_sizes(settings: Settings, paramet
     assert abs(ours - parameters) <= 0.01 * parameters
 
 
+def test_what_is_said_by_hand_holds_beside_the_preset() -> None:
+    """Otherwise a run's config.json would tell what the run did not do."""
+
+    def chosen(**more: float) -> tuple[float, str]:
+        objective = CopySettings(n=16, preset="paper", **more).resolved().make_model().config.objective  # type: ignore[arg-type]
+        return objective.detours, objective.gate
+
+    assert chosen() == (0.0, "open") and chosen(detours=0.3) == (0.3, "open")
+
+
 def test_tokens_are_those_of_the_paper() -> None:
     tokens = {s.task: (s.make_model().tokens(s.context), s.context) for s in ALL}
     assert tokens == {

@@ -152,7 +152,7 @@ def test_existing_runs_and_impossible_options_are_refused_before_any_work(
     before = (folder.path / "config.json").read_text()
     cases = [
         (["--out", str(tmp_path)], "out: expected a new folder"),
-        (["--out", str(tmp_path), "--resume"], "out: expected the settings of"),
+        (["--out", str(tmp_path), "--resume"], "resume: expected the settings of"),
         (["--out", str(tmp_path), "--resume", "--overwrite"], "resume: expected one of"),
         (["--seeds", "0", "0"], "seeds: expected one or more different"),
         (["--lr", "0"], "lr: expected"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retreever.errors import ConfigError
-from retreever.experiments.recipe import Recipe
+from retreever.experiments.recipe import Recipe, recipes_in
 from retreever.experiments.results import Entry, load_results
 from retreever.experiments.rows import Row, load_rows
 from retreever.report.curves_figure import Curve, draw_curve_panels
@@ -24,7 +24,8 @@ def draw_figure(recipe: Recipe, folder: Path, out: Path) -> Path:
     if recipe.figure == "curves":
         curves = curves_of(recipe, load_results(folder))
         return draw_curve_panels(curves, out, f"validation {recipe.metric}", recipe.title)
-    raise ConfigError(f"name: expected a table with a figure, got {recipe.name!r}")
+    drawn = ", ".join(name for name, other in recipes_in(folder).items() if other.figure)
+    raise ConfigError(f"name: expected a table with a figure ({drawn}), got {recipe.name!r}")
 
 
 def token_points(recipe: Recipe, rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -112,7 +112,8 @@ def recipes_in(folder: Path) -> dict[str, Recipe]:
     """All recipes of a folder by name, in their places."""
     files = sorted(folder.glob("*.toml"))
     if not files:
-        raise ConfigError(f"experiments: expected a folder with recipe files, as in the repository, got {folder}")
+        expected = "a folder with recipe files, as in a checkout of the repository"
+        raise ConfigError(f"experiments: expected {expected}, got {folder} (--experiments says where it is)")
     found = [load_recipe(file) for file in files]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: (recipe.place, recipe.name))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from typing import Any, Literal, TypeVar
 
 from torch import nn
@@ -77,10 +78,10 @@ def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:
         if not isinstance(config, kind):
             raise ConfigError(f"config: expected a {kind.__name__}, got {type(config).__name__}")
         return config
-    try:
-        return kind(**fields)
-    except TypeError as error:
-        raise ConfigError(f"{kind.__name__}: {error}") from None
+    known = [field.name for field in fields_of(kind)]
+    if unknown := [name for name in fields if name not in known]:
+        raise ConfigError(f"{unknown[0]}: expected settings among {', '.join(known)}, got {', '.join(unknown)}")
+    return kind(**fields)
 
 
 def embedding(config: ModelConfig) -> PointEmbed | SequenceEmbed:

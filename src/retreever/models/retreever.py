@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.arguments import check_choice, check_int
+from retreever.arguments import check_choice, check_int, reject
 from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch, without_padding
 from retreever.detours import find_detours, with_detours
@@ -70,6 +70,9 @@ class ReTreeverConfig(ModelConfig):
         check_choice("aggregator", self.aggregator, AGGREGATORS)
         check_choice("order", self.order, ORDERS)
         check_choice("impl", self.impl, IMPLS)
+        check_int("order_seed", self.order_seed, 0)
+        if not isinstance(self.objective, ObjectiveConfig):
+            reject("objective", "an ObjectiveConfig", type(self.objective).__name__)
 
     def as_published(self) -> ReTreeverConfig:
         """The `paper` preset: the choices of the paper's public code where this library's defaults differ.
@@ -167,7 +170,11 @@ class ReTreever(nn.Module):
         return with_detours(noise, objective.detours, self.config.branch, generator)
 
     def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
-        """The three-term loss, mean over real targets. `noise` fixes the sampled paths."""
+        """The three-term loss, mean over real targets.
+
+        `noise`, made by `noise_for`, fixes the sampled paths, detours among them; without it paths are sampled afresh
+        and no detours are made.
+        """
         (xt, yt), mask = take_targets(self.config, batch), batch.target_mask
         memory = self.encode(batch.xc, batch.yc, batch.context_mask)
         check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
@@ -188,8 +195,8 @@ class ReTreever(nn.Module):
             leaves=leaves,
             log_prob=found.log_prob,
             entropy=found.entropy / max(1, memory.plan.depth),
-            reward=reward_of(self.reward, dist, yt),
-            full_reward=reward_of(self.reward, full, yt),
+            reward=reward_of(self.reward, dist, yt).to(task.dtype),
+            full_reward=reward_of(self.reward, full, yt).to(task.dtype),
             mask=mask,
             gate=gate,
             detours=detours,

@@ -15,6 +15,8 @@ def multihead_arguments(attention: nn.MultiheadAttention) -> dict[str, Any]:
     """The settings of a bare attention block that computes what `attention` computes."""
     if not isinstance(attention, nn.MultiheadAttention):
         reject("attention", "an nn.MultiheadAttention", type(attention).__name__)
+    if not attention.batch_first:
+        reject("attention", "batch_first=True, since queries and context here are (b, n, d)", "batch_first=False")
     if attention.kdim != attention.vdim:
         reject("attention", "kdim equal to vdim", f"kdim={attention.kdim}, vdim={attention.vdim}")
     if attention.bias_k is not None or attention.add_zero_attn:

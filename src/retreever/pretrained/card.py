@@ -111,10 +111,11 @@ def pretrained_names(folder: str | Path | None = None) -> list[str]:
 def read_card(name: str, folder: str | Path | None = None) -> Card:
     """The card of that name; an unknown name is an `InputError` that lists what there is."""
     known, place = pretrained_names(folder), weights_folder(folder)
+    if not known:
+        reject("folder", "one with weights (NAME.json and NAME.safetensors)", place)
     if name not in known:
         where = f" in {folder}" if folder is not None else ""
-        expected = f"one of {', '.join(known)}" if known else "weights, of which there are none"
-        reject("name", expected + where, repr(name))
+        reject("name", f"one of {', '.join(known)}{where}", repr(name))
     file = place.joinpath(f"{name}.json")
     try:
         found = json.loads(read_bytes(file, MAX_BYTES))

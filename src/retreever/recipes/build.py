@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from retreever.batch import Batch
@@ -57,7 +58,9 @@ def _model(
     if kind == "perceiver-io":
         latents = settings.latents or TreePlan(settings.context, settings.branch).tokens
         return PerceiverIO(PerceiverIOConfig(**shared, latents=latents))
-    weights: dict[str, Any] = {name: getattr(settings, name) for name in ("lambda_rl", "lambda_ca", "gate", "detours")}
-    objective = ObjectiveConfig(reward=reward, **weights)
+    settings = settings.resolved()
+    objective = ObjectiveConfig(reward=reward, lambda_rl=settings.lambda_rl, lambda_ca=settings.lambda_ca)
     config = ReTreeverConfig(**shared, order=order, axis=axis, branch=settings.branch, objective=objective)
-    return ReTreever(config.as_published() if paper else config)
+    config = config.as_published() if paper else config
+    said = replace(config.objective, gate=settings.gate, detours=settings.detours)  # by the preset, or by hand
+    return ReTreever(replace(config, objective=said))

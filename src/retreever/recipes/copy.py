@@ -37,7 +37,6 @@ class CopySettings(Settings):
     small: ClassVar[dict[str, Any]] = {"n": 32, "steps": 600, "batch": 64, "warmup": 50, "evaluate_every": 100}
     published: ClassVar[dict[str, Any]] = {
         "lr": 5e-4, "betas": (0.1, 0.999), "warmup": 0, "steps": 100_000, "precision": "fp32",
-        "detours": 0.0,
     }  # fmt: skip
 
     @property

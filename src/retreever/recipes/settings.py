@@ -50,7 +50,8 @@ class Settings(TrainConfig, ABC):
 
     def resolved(self) -> Self:
         """With `quick` and `preset` put into effect wherever a setting still has its default."""
-        changes = (self.published if self.preset == "paper" else {}) | (self.small if self.quick else {})
+        published: dict[str, Any] = {"gate": "open", "detours": 0.0} | self.published
+        changes = (published if self.preset == "paper" else {}) | (self.small if self.quick else {})
         return replace(self, **{name: value for name, value in changes.items() if self._is_default(name)})
 
     def train_config(self) -> TrainConfig:

@@ -40,8 +40,10 @@ class RunFolder:
                 raise ConfigError(f"out: expected a new folder, got the run {self.path} (--resume or --overwrite)")
             found = self.config()
             if found != json.loads(json.dumps(config)):
-                changed = ", ".join(sorted(k for k in {*found, *config} if found.get(k) != _plain(config.get(k))))
-                raise ConfigError(f"out: expected the settings of {self.path}, got others in {changed}")
+                keys = sorted(k for k in {*found, *config} if found.get(k) != _plain(config.get(k)))
+                before = ", ".join(f"{key}={found.get(key)}" for key in keys)
+                now = ", ".join(f"{key}={_plain(config.get(key))}" for key in keys)
+                raise ConfigError(f"resume: expected the settings of {self.path}, {before}, got {now}")
             return
         if self.path.exists() and any(self.path.iterdir()):
             if not (self.path / "config.json").exists():
@@ -52,6 +54,8 @@ class RunFolder:
 
     def config(self) -> dict[str, Any]:
         """The settings the run was started with."""
+        if not (self.path / "config.json").exists():
+            raise ConfigError(f"{self.path}: expected the folder of a run, got one without config.json")
         return read_json(self.path / "config.json")
 
     def add_metrics(self, row: dict[str, Any]) -> None:
