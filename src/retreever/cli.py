@@ -123,9 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Version, named("version")]
     )
     try:
-        status: int = parse(commands, arguments).run() or 0
-        sys.stdout.flush()
-        return status
+        return _run(commands, arguments)
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2
@@ -135,6 +133,13 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("retreever: stopped", file=sys.stderr)
         return 130
+
+
+def _run(commands: Any, arguments: list[str] | None) -> int:
+    try:
+        return parse(commands, arguments).run() or 0
+    finally:  # here, and not when Python winds down, a closed pipe can still be dealt with
+        sys.stdout.flush()
 
 
 def parse(commands: Any, arguments: list[str] | None) -> Any:
