@@ -48,6 +48,7 @@ def find_detours(
     if not tree.plan.depth:
         return None
     sent = noise >= 2
+    taken = sent.any(dim=2)
     level = sent.to(torch.int8).argmax(dim=2)
     node = path_nodes(tree.plan, path).gather(2, level[..., None])  # (b, m, 1)
     child = node % tree.plan.branch  # every level begins at a multiple of it
@@ -56,9 +57,10 @@ def find_detours(
     if tree.mask is not None:
         real = tree.mask.gather(1, rows.flatten(1)).view_as(rows)
         rows = torch.where(real, rows, node)  # what padding holds, say NaN, is never read
-    taken = child[..., None].expand(-1, -1, -1, q.shape[2])
-    log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, taken)
-    return Detours(sent.any(dim=2), log_prob.mean(dim=(2, 3)), weight)
+        taken = taken & (real.sum(dim=2) > 1)  # with one child there was nothing to decide
+    there = child[..., None].expand(-1, -1, -1, q.shape[2])
+    log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, there)
+    return Detours(taken, log_prob.mean(dim=(2, 3)), weight)
 
 
 def _head_log_probs(
