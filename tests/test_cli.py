@@ -29,7 +29,7 @@ def test_who_reads_the_output_may_have_seen_enough() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None and job.stderr is not None
         job.stdout.close()
-        assert job.stderr.read() == b"" and job.wait() == 0
+        assert job.stderr.read() == b"" and job.wait() == 141
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,9 +127,9 @@ def main(arguments: list[str] | None = None) -> int:
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who read the output has seen enough, say `head`
+    except BrokenPipeError:  # who read the output, say `head`, has seen enough; what was to come is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 141  # what a shell gives for a program that SIGPIPE ended
     except KeyboardInterrupt:
         print("retreever: stopped", file=sys.stderr)
         return 130

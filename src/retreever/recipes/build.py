@@ -58,7 +58,6 @@ def _model(
     if kind == "perceiver-io":
         latents = settings.latents or TreePlan(settings.context, settings.branch).tokens
         return PerceiverIO(PerceiverIOConfig(**shared, latents=latents))
-    settings = settings.resolved()
     objective = ObjectiveConfig(reward=reward, lambda_rl=settings.lambda_rl, lambda_ca=settings.lambda_ca)
     config = ReTreeverConfig(**shared, order=order, axis=axis, branch=settings.branch, objective=objective)
     config = config.as_published() if paper else config

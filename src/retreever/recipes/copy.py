@@ -58,7 +58,7 @@ class CopySettings(Settings):
         """Cross attention, tree cross attention or Perceiver IO."""
         from retreever.recipes.build import copy_model
 
-        return copy_model(self)
+        return copy_model(self.resolved())
 
     @property
     def context(self) -> int:
