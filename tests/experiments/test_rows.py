@@ -79,7 +79,7 @@ def test_json_rows_have_what_programs_ask_for(folder: Path) -> None:
         (80.001, False, "0.00"),
         (79.999, False, "0.00"),
         (79.96, False, "-0.04"),  # 80.0 in the paper's digits
-        (79.94, False, "-0.06, worse"),
+        (79.94, False, "-0.06, worse, within ±"),
         (79.0, True, "-1.00, faster"),
         (81.0, True, "+1.00, slower"),
         (None, False, None),
@@ -87,6 +87,15 @@ def test_json_rows_have_what_programs_ask_for(folder: Path) -> None:
 )
 def test_worse_is_called_worse(ours: float | None, measured: bool, text: str | None) -> None:
     row = Row("TCA", "N = 8", Printed(80.0, 0.5, "80.0 ± 0.5", 75.0), measured, mean=ours)
+    assert difference(row) == text
+
+
+@pytest.mark.parametrize(
+    ("std", "text"),
+    [(None, "-1.00, worse"), (0.4, "-1.00, worse"), (0.6, "-1.00, worse, within ±")],
+)
+def test_what_the_seeds_could_turn_round_is_said(std: float | None, text: str) -> None:
+    row = Row("TCA", "N = 8", Printed(80.0, 0.5, "80.0 ± 0.5", 75.0), mean=79.0, std=std)
     assert difference(row) == text
 
 

@@ -18,7 +18,8 @@ HEAD = """# Results
 
 This page is made by `retreever results` from `experiments/results`, `benchmarks/results` and `experiments/paper.json`;
 changes by hand are lost. "Paper" is what the paper prints, "Ours" the mean over seeds on test data; "not run" means
-that nobody has. `retreever table NAME` prints one table, `retreever experiment NAME` trains what is missing in it.
+that nobody has, "within ±" that both standard deviations together cover the difference. `retreever table NAME` prints
+one table, `retreever experiment NAME` trains what is missing in it.
 """
 
 

@@ -41,6 +41,7 @@ def make_table(recipe: Recipe, rows: Sequence[Row]) -> Table:
 def difference(row: Row, digits: int = 2) -> str | None:
     """Ours minus the paper's; "better" or "worse" where they differ in the digits the paper prints.
 
+    "within ±" follows where both standard deviations together cover it: another set of seeds could turn the word round.
     Times are faster or slower: machines differ, so that says nothing about the method.
     """
     if row.difference is None or row.mean is None or row.printed is None:
@@ -51,7 +52,8 @@ def difference(row: Row, digits: int = 2) -> str | None:
     if number(row.mean, decimals) == number(row.printed.mean, decimals):
         return shown
     less, more = ("faster", "slower") if row.measured else ("worse", "better")
-    return f"{shown}, {less if row.difference < 0 else more}"
+    spread = (row.printed.std or 0.0) + (row.std or 0.0)
+    return f"{shown}, {less if row.difference < 0 else more}{', within ±' if abs(row.difference) <= spread else ''}"
 
 
 def tokens(row: Row) -> str | None:
