@@ -133,8 +133,8 @@ def test_the_public_names_are_pinned() -> None:
     assert sorted(retreever.__all__) == [
         "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "InputError", "Loss",
         "ObjectiveConfig", "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA", "Tree",
-        "TreeCrossAttention", "TreePlan", "__version__", "collate", "full_attention", "leaf_order", "load_pretrained",
-        "tree_attention",
+        "TreeCrossAttention", "TreePlan", "__version__", "collate", "explain", "full_attention", "leaf_order",
+        "load_pretrained", "tree_attention",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from retreever.objective import Loss, ObjectiveConfig
     from retreever.ops.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
+    from retreever.report.explain import explain
     from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
@@ -44,6 +45,7 @@ __all__ = [
     "TreePlan",
     "__version__",
     "collate",
+    "explain",
     "full_attention",
     "leaf_order",
     "load_pretrained",
@@ -61,6 +63,7 @@ _HOME = {
     "objective": ("Loss", "ObjectiveConfig"),
     "ops.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
+    "report.explain": ("explain",),
     "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),

@@ -52,7 +52,7 @@ class TreeCrossAttentionResult:
 
     @property
     def selected(self) -> Int[Tensor, "b m s"]:
-        """Node ids of the selected set, -1 where unused."""
+        """Rows of the tree's node tensor attended to, -1 where unused; `explain` tells what they stand for."""
         nodes = selected_nodes if self.retrieval == "policy" else leaf_nodes
         return nodes(self.plan, self.path, self.node_mask)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
@@ -128,12 +128,16 @@ class ReTreever(nn.Module):
     ) -> Tree:
         """Order and encode a context and build its tree once; `answer` it as often as wanted."""
         check_context(self.config, self.attention.block.to_q.weight, xc, yc, mask)
-        c = self.config
         tokens = self.embed.context(without_padding(xc, mask), without_padding(yc, mask))
-        if mask is not None or c.order != "given":
-            order = leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
+        if mask is not None or self.config.order != "given":
+            order = self.leaf_order(xc, mask)
             tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
         return self.attention.build(self.encoder(tokens, mask), mask)
+
+    def leaf_order(self, xc: Float[Tensor, "b n dx"], mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "b n"]:
+        """Which context point comes where on the leaves: token i in leaf order is point [row, i], real ones first."""
+        c = self.config
+        return leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
 
     def search(
         self,

@@ -22,7 +22,6 @@ from retreever.report.style import PALETTE, STYLE, clean, new_figure, save
 from retreever.tasks.gp import GPTask, Hyperparameters
 from retreever.tasks.seeds import stream
 from retreever.train.protocols import Model
-from retreever.tree.order import leaf_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,9 +62,8 @@ def nodes_read(model: ReTreever, batch: Batch, row: int = 0, query: int = 0) -> 
     with evaluating(model) as device:
         here = batch.to(device)
         found = model.search(model.encode(here.xc, here.yc, here.context_mask), here.xt)
-    explanation, c = explain(found, row, query), model.config
-    order = leaf_order(c.order, batch.xc, batch.context_mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
-    tokens = order[row].tolist()  # real ones first, in the order of the leaves
+    explanation = explain(found, row, query)
+    tokens = model.leaf_order(batch.xc, batch.context_mask)[row].tolist()
     return tuple(
         NodeRead(read.node, level_of(explanation.plan, read.node), tuple(tokens[slice(*read.tokens)]))
         for read in explanation.selected
