@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -71,3 +72,31 @@ def test_benchmarks_take_their_options_plainly(tmp_path: Path, capsys: pytest.Ca
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".md", ".png"}
     assert main(["bench", "build", *arguments]) == 2  # nothing is overwritten without being asked
     assert "overwrite" in capsys.readouterr().err
+
+
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that says nothing about waiting threads, and is afterwards what it was."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("nothing_set")
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_threads_spin_briefly_unless_told_otherwise(
+    chosen: dict[str, str], count: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    assert main(["version"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == count
+
+
+@pytest.mark.usefixtures("nothing_set")
+def test_benchmarks_measure_the_machine_as_it_is_set_up(tmp_path: Path) -> None:
+    assert main(["bench", "build", "--n", "0", "--out", str(tmp_path)]) == 2
+    assert "GOMP_SPINCOUNT" not in os.environ
