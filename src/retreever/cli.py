@@ -148,8 +148,8 @@ def _run(commands: Any, arguments: list[str] | None) -> int:
 def wait_briefly() -> None:
     """Let torch's threads spin for a moment between operations; has to come before torch is loaded.
 
-    They spin for milliseconds otherwise, on cores that other programs want too: beside two busy ones training came to an
-    eighth of its speed, this way to a third or half. Alone it costs some percent at most.
+    They spin for milliseconds otherwise, on cores that other programs want too: beside two busy ones training came to
+    an eighth of its speed, this way to a third or half. Alone it costs some percent at most.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

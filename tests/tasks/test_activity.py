@@ -179,6 +179,7 @@ def test_batches_hold_times_values_masks_and_classes(tmp_path: Path, split: Spli
         assert bool((batch.yc[..., 12:].sum(dim=-1) == 3).all())  # one tag a time point
         assert bool((batch.yc[..., :12][batch.yc[..., 12:] == 0] == 0).all())
     (whole,) = task.test()
+    assert task.test_batches == 1
     assert float(whole.xc.max()) == 1.0 and len(whole.xc) == task.sizes["test"]
     assert torch.equal(torch.cat([batch.yc for batch in task.test(size=4)]), whole.yc)
 

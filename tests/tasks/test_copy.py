@@ -87,6 +87,8 @@ def test_the_test_set_is_3200_fixed_sequences_however_they_are_batched() -> None
     assert by_64.shape == (3200, 64) and torch.equal(by_64, again) and torch.equal(by_64, by_16)
     assert [len(b.xc) for b in task.test(size=1000)] == [1000, 1000, 1000, 200]
     assert sum(len(b.xc) for b in CopyTask(64, test_sequences=7).test()) == 7
+    for few in (CopyTask(8, test_sequences=count) for count in (1, 64, 65, 130)):
+        assert few.test_batches == len(list(few.test()))
     assert sum(len(b.xc) for b in task.validation()) == 320
 
 

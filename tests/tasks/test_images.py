@@ -168,6 +168,7 @@ def test_validation_images_are_never_trained_on(folder: Path, task: EmnistTask) 
 
 def test_the_test_set_takes_images_in_order_and_repeats_exactly(folder: Path, task: EmnistTask) -> None:
     batches = list(task.test())
+    assert len(batches) == task.test_batches
     assert [len(batch.xc) for batch in batches] == [16, 4]
     start = 0
     for batch in batches:

@@ -78,7 +78,7 @@ def test_tensorboard_gets_loss_terms_and_metric(tmp_path: Path, monkeypatch: pyt
 
 def test_long_evaluations_say_how_far_they_are_and_short_ones_nothing() -> None:
     lines, nothing = io.StringIO(), io.StringIO()
-    assert list(counted(range(3), "rbf", seconds=0, stream=lines)) == [0, 1, 2]
-    assert lines.getvalue().splitlines() == ["rbf: 0 batches", "rbf: 1 batches", "rbf: 2 batches"]
-    assert list(counted(range(3), "rbf", stream=nothing)) == [0, 1, 2]
+    assert list(counted(range(3), "rbf", 3000, seconds=0, stream=lines)) == [0, 1, 2]
+    assert lines.getvalue().splitlines() == [f"rbf: {done} of 3,000 batches" for done in range(3)]
+    assert list(counted(range(3), "rbf", 3, stream=nothing)) == [0, 1, 2]
     assert not nothing.getvalue()

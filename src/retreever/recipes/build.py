@@ -31,6 +31,11 @@ class TestableTask(Task, Protocol):
         """Fixed batches, for the final score alone."""
         ...
 
+    @property
+    def test_batches(self) -> int:
+        """How many they are."""
+        ...
+
 
 def copy_model(settings: CopySettings) -> AnyModel:
     """The model of a copy run, freshly initialised. It has no encoder (Perceiver IO is one by itself)."""

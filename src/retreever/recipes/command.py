@@ -139,7 +139,8 @@ def test_scores(model: AnyModel, tests: Tests, device: str, batches: int | None 
     """
 
     def score(name: str, task: TestableTask) -> float:
-        return evaluate(model, task, counted(islice(task.test(), batches), name), device)
+        total = task.test_batches if batches is None else min(batches, task.test_batches)
+        return evaluate(model, task, counted(islice(task.test(), batches), name, total), device)
 
     scores = {name: score(name, task) for name, task in tests.items()}
     if isinstance(model, ReTreever) and model.attention.retrieval == "policy":

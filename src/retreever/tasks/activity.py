@@ -103,6 +103,11 @@ class ActivityTask:
         """The test part, as `validation`."""
         return self._fixed("test", size, device)
 
+    @property
+    def test_batches(self) -> int:
+        """Batches of the test part: one, of all windows."""
+        return 1
+
     @staticmethod
     def metric(dist: Distribution, batch: Batch) -> Tensor:
         """Accuracy in per cent, one value per time point (b, 50)."""

@@ -21,6 +21,7 @@ from retreever.tasks.seeds import stream
 
 BOS, EOS, FIRST_DIGIT, VOCABULARY = 0, 1, 2, 12
 LONGEST = 32_768
+FIXED_BATCH = 64  # sequences a batch of the validation and test sets
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,20 @@ class CopyTask:
         """The stream training sequences of `seed` come from."""
         return stream(self._name, "train", seed)
 
-    def validation(self, sequences: int = 320, size: int = 64, device: torch.device | str = "cpu") -> Iterator[Batch]:
+    def validation(
+        self, sequences: int = 320, size: int = FIXED_BATCH, device: torch.device | str = "cpu"
+    ) -> Iterator[Batch]:
         """Fixed sequences to steer training by; never trained on, never tested on."""
         return self._fixed(stream(self._name, "validation", 0), sequences, size, device)
 
-    def test(self, size: int = 64, device: torch.device | str = "cpu") -> Iterator[Batch]:
+    def test(self, size: int = FIXED_BATCH, device: torch.device | str = "cpu") -> Iterator[Batch]:
         """The fixed test sequences (3,200 by default)."""
         return self._fixed(stream(self._name, "test", 0), self.test_sequences, size, device)
+
+    @property
+    def test_batches(self) -> int:
+        """Batches of the test set."""
+        return -(-self.test_sequences // FIXED_BATCH)
 
     @staticmethod
     def metric(dist: Distribution, batch: Batch) -> Tensor:

@@ -107,6 +107,11 @@ class ImageTask(ABC):
         """The fixed test set: the images in order, 16 a batch, one task each."""
         return _fixed(self.test_images, stream(self.name, "test", 0))
 
+    @property
+    def test_batches(self) -> int:
+        """Batches of the test set."""
+        return -(-len(self.test_images) // FIXED_BATCH)
+
     @staticmethod
     def metric(dist: Distribution, batch: Batch) -> Tensor:
         """Log-likelihood of every target (b, m), summed over channels."""

@@ -72,13 +72,15 @@ class Board:
             print(f"{self.names[index]}: {text}", file=self.stream, flush=True)
 
 
-def counted(items: Iterable[T], name: str, seconds: float = 5.0, stream: TextIO | None = None) -> Iterator[T]:
-    """`items`, with a line on how many have been through at most every `seconds`; short work says nothing."""
+def counted(
+    items: Iterable[T], name: str, total: int, seconds: float = 5.0, stream: TextIO | None = None
+) -> Iterator[T]:
+    """`items`, with a line on how many of `total` are through at most every `seconds`; short work says nothing."""
     shown = time.monotonic()
     for count, item in enumerate(items):
         if time.monotonic() - shown >= seconds:
             shown = time.monotonic()
-            print(f"{name}: {count:,} batches", file=stream or sys.stderr, flush=True)
+            print(f"{name}: {count:,} of {total:,} batches", file=stream or sys.stderr, flush=True)
         yield item
 
 
