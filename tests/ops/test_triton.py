@@ -28,7 +28,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 import retreever.ops.triton as backend
-from retreever.ops import triton_gradients, triton_kernels
+from retreever.ops import triton_gradients, triton_kernels, triton_tiles
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
@@ -246,7 +246,7 @@ def test_noise_above_two_says_the_child(k: int) -> None:
 
 def force_tiles(patch: pytest.MonkeyPatch, queries: int, children: int = 0, length: int = 32) -> None:
     """Other tiles than the sizes would get: more queries, children in pieces. Also fewer programs to interpret."""
-    for_queries, for_nodes = backend._query_tile, backend._node_tile
+    for_queries, for_nodes = backend.query_tile, backend.node_tile
 
     def query_tile(*sizes: int) -> Any:
         tile = for_queries(*sizes)
@@ -257,8 +257,8 @@ def force_tiles(patch: pytest.MonkeyPatch, queries: int, children: int = 0, leng
         held = children or tile.children
         return tile._replace(children=held, length=length, shape=(queries, held, length, *tile.shape[3:]))
 
-    patch.setattr(backend, "_query_tile", query_tile)
-    patch.setattr(backend, "_node_tile", node_tile)
+    patch.setattr(backend, "query_tile", query_tile)
+    patch.setattr(backend, "node_tile", node_tile)
 
 
 @on_device
@@ -279,7 +279,7 @@ LATE = [
 @on_device
 @pytest.mark.parametrize("case", LATE, ids=name)
 def test_values_may_be_read_after_the_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "MANY_BYTES", 0)
+    monkeypatch.setattr(triton_tiles, "MANY_BYTES", 0)
     if INTERPRETING and case.m > 16:
         force_tiles(monkeypatch, queries=16)
     check_forward(case)
@@ -295,9 +295,9 @@ def test_values_may_be_read_after_the_choice(case: Case, monkeypatch: pytest.Mon
 ])  # fmt: skip
 def test_values_are_read_late_when_bytes_are_the_limit(case: Case, late: bool) -> None:
     plan = case.plan
-    tree = backend._Tree(plan.branch, plan.depth, plan.block)
-    tile = backend._query_tile((case.b * case.m).bit_length(), plan.branch, tree.widest, case.h, case.e)
-    assert backend._late(torch.empty(case.b, case.m, case.h, case.e, dtype=case.dtype), tree, tile) is late
+    tree = backend.TreeShape(plan.branch, plan.depth, plan.block)
+    tile = backend.query_tile((case.b * case.m).bit_length(), plan.branch, tree.widest, case.h, case.e)
+    assert backend.reads_late(torch.empty(case.b, case.m, case.h, case.e, dtype=case.dtype), tree, tile) is late
 
 
 @cuda_only
@@ -479,12 +479,12 @@ def test_launch_choices() -> None:
         (512, 8, 128, 16),
         (9, 4, 16, 256),
     ):
-        tile = backend._query_tile(queries.bit_length(), children, children, h, e)
+        tile = backend.query_tile(queries.bit_length(), children, children, h, e)
         m, c, padded, heads, width = tile.shape
         assert m == tile.queries <= 16 and heads >= h and width >= e and padded >= children
         assert c == padded or (m == 1 and padded % c == 0)
         assert m * c * heads * width <= 8192 and (m == 1 or -(-queries // m) >= 1000)
-    fewer, more = (backend._query_tile(queries.bit_length(), 2, 2, 1, 8).queries for queries in (64, 10**6))
+    fewer, more = (backend.query_tile(queries.bit_length(), 2, 2, 1, 8).queries for queries in (64, 10**6))
     assert fewer == 1 < more
 
 

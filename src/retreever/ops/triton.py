@@ -8,14 +8,13 @@ in a CUDA graph. There are no atomics: results and gradients are the same bits i
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from retreever.ops.triton_tiles import Operands, TreeShape, node_tile, query_tile, reads_late
 from retreever.tree.plan import TreePlan
 
 try:  # triton comes with torch on Linux only
@@ -28,8 +27,6 @@ except ImportError:
 
 # Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), which takes tensors of any device.
 INTERPRETING = triton is not None and not isinstance(kernels.descend, triton.runtime.JITFunction)
-# Bytes of queries from which on a search of a binary tree is limited by how much it reads, not by how long reads take.
-MANY_BYTES = 1 << 21
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -99,10 +96,10 @@ def _backward(
     depth: int,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tree = _Tree(branch, depth, block)
+    tree = TreeShape(branch, depth, block)
     slopes = (d_output.contiguous(), d_log_prob.contiguous(), d_entropy.contiguous())
     with _device_of(q):
-        return _gradients(_Operands(q, keys, values, node_mask), tree, path, output, lse, slopes)
+        return _gradients(Operands(q, keys, values, node_mask), tree, path, output, lse, slopes)
 
 
 @_backward.register_fake
@@ -127,108 +124,11 @@ def _differentiate(
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-class _Tree(NamedTuple):
-    """The plan, as the kernels need it."""
-
-    branch: int
-    depth: int
-    block: int
-
-    @property
-    def blocks(self) -> int:
-        return int(self.branch**self.depth)
-
-    @property
-    def leaf_offset(self) -> int:
-        return int((self.branch ** (self.depth + 1) - self.branch) // (self.branch - 1))
-
-    @property
-    def widest(self) -> int:
-        """Most nodes under one parent; without a decision there are only leaves."""
-        return max(self.branch, self.block) if self.depth else self.block
-
-
-class _Operands:
-    """Tensors with their last axis dense, and their strides in the order the kernels take them."""
-
-    def __init__(self, q: Tensor, keys: Tensor, values: Tensor, node_mask: Tensor | None) -> None:
-        self.q, self.keys, self.values = _dense(q), _dense(keys), _dense(values)
-        self.mask = None if node_mask is None else _dense(node_mask)
-        (qb, qm, qh, _), (kb, kt, kh, _), (vb, vt, vh, _) = self.q.stride(), self.keys.stride(), self.values.stride()
-        # What the strides have in common is a constant of the kernel: it proves the alignment that wide loads need.
-        unit = gcd(16, qb, qm, kb, kt, vb, vt)
-        steps = (qb // unit, qm // unit, kb // unit, kt // unit, vb // unit, vt // unit)
-        self.strides = (*steps, 0 if self.mask is None else self.mask.stride(0))
-        self.unit, self.head_strides = unit, (qh, kh, vh)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        return self.q, self.keys, self.values, self.mask
-
-
-class _QueryTile(NamedTuple):
-    """What one program of the search or of the gradient of the queries holds."""
-
-    queries: int
-    shape: tuple[int, ...]
-    options: dict[str, Any]
-
-
-class _NodeTile(NamedTuple):
-    """What one program of the gradient of the nodes holds: some children, and queries in runs of `length`."""
-
-    children: int
-    length: int
-    shape: tuple[int, ...]
-    options: dict[str, Any]
-
-
-@lru_cache(maxsize=1024)
-def _query_tile(queries_bits: int, branch: int, widest: int, h: int, e: int) -> _QueryTile:
-    """Tile of a search: all children of a node at once if 8192 numbers hold them, else pieces of 4096.
-
-    One warp with 16 numbers per thread is best: reductions stay within it. Several queries share a program only when
-    there are enough of them to fill the processors without (16 warps on each of the 132 of an H200).
-    """
-    row = _power(h) * _power(e)
-    children = _power(widest) if _power(widest) * row <= 8192 else max(1, 4096 // row)
-    padded = max(children, _power(branch))
-    queries = 1
-    while queries * children * row <= 128 and (1 << queries_bits >> 1) // (2 * queries) >= 16 * 132 and queries < 16:
-        queries *= 2
-    return _QueryTile(queries, (queries, children, padded, _power(h), _power(e)), _options(queries * children * row))
-
-
-@lru_cache(maxsize=1024)
-def _node_tile(widest: int, h: int, e: int) -> _NodeTile:
-    """Tile of the gradient of the nodes: few children, some queries at a time; as many partial sums as queries."""
-    row = _power(h) * _power(e)
-    children = min(_power(widest), max(1, 512 // row))
-    queries = min(2, max(1, 512 // (children * row)))
-    length = max(64, _power(widest))  # so partial sums take no more memory than the queries, level by level
-    shape = (queries, children, length, _power(h), _power(e))
-    return _NodeTile(children, length, shape, _options(queries * children * row))
-
-
-def _power(size: int) -> int:
-    """The power of two that holds `size`."""
-    return 1 << (size - 1).bit_length()
-
-
-def _options(numbers: int) -> dict[str, Any]:
-    """Launch options of a tile of that many numbers: 16 of them per thread."""
-    return {"num_warps": min(8, _power(-(-numbers // 512))), "enable_fp_fusion": True}
-
-
 def _device_of(q: Tensor) -> AbstractContextManager[object]:
     """Kernels start on the current device, which need not be that of the tensors."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
         return torch.cuda.device(q.device)
     return nullcontext()
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _new_outputs(q: Tensor, save: bool) -> Forward:
@@ -251,11 +151,11 @@ def _descend(
     save: bool,
 ) -> Forward:
     """Launch the search. With `save` the last result is the logsumexp per head, which the gradient needs."""
-    tree, operands = _Tree(branch, depth, block), _Operands(q, keys, values, node_mask)
+    tree, operands = TreeShape(branch, depth, block), Operands(q, keys, values, node_mask)
     output, path, log_prob, entropy, lse = results = _new_outputs(q, save)
     b, m, h, e = q.shape
-    tile = _query_tile((b * m).bit_length(), branch if depth else 1, tree.widest, h, e)
-    late = _late(q, tree, tile)
+    tile = query_tile((b * m).bit_length(), branch if depth else 1, tree.widest, h, e)
+    late = reads_late(q, tree, tile)
     # With 64 registers a thread 32 warps run on a processor side by side: 4,096 queries do not come in two shifts.
     options = tile.options | {"maxnreg": 64} if late else tile.options
     with _device_of(q):
@@ -268,21 +168,9 @@ def _descend(
     return results
 
 
-def _late(q: Tensor, tree: _Tree, tile: _QueryTile) -> bool:
-    """Whether values are read after the choice: half the bytes, but two waits a level instead of one.
-
-    It pays once the queries under way together ask for more than memory delivers; and of more than two children nearly
-    all are rejected, so there is little to save.
-    """
-    b, m, h, e = q.shape
-    _, children, padded, *_ = tile.shape
-    binary = tree.branch == 2 and children == padded == 2
-    return bool(binary and b * m * h * e * q.element_size() >= MANY_BYTES)
-
-
 def _gradients(
-    operands: _Operands,
-    tree: _Tree,
+    operands: Operands,
+    tree: TreeShape,
     path: Tensor,
     output: Tensor,
     lse: Tensor,
@@ -294,7 +182,7 @@ def _gradients(
     shape = (tree.depth, tree.block, tree.leaf_offset)
     d_q, d_keys, d_values = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, keys, values))
     delta, stats = lse.new_empty(b, m, h), lse.new_empty(b, m, tree.depth, 2, h)
-    tile = _query_tile((b * m).bit_length(), tree.branch if tree.depth else 1, tree.widest, h, e)
+    tile = query_tile((b * m).bit_length(), tree.branch if tree.depth else 1, tree.widest, h, e)
     gradients.query_gradient[(-(-b * m // tile.queries),)](
         *operands.tensors, path, output, lse, *slopes, d_q, delta, stats,
         b * m, m, *shape, *operands.strides,
@@ -303,7 +191,7 @@ def _gradients(
     paths, order = path.sort(dim=1, stable=True)
     blocks = torch.arange(tree.blocks + 1, device=path.device).expand(b, -1).contiguous()
     starts = torch.searchsorted(paths, blocks, out_int32=True)
-    nodes = _node_tile(tree.widest, h, e)
+    nodes = node_tile(tree.widest, h, e)
     cuts = -(-m // nodes.length) - 1
     partial = lse.new_empty(tree.depth + 1, cuts, b, 2, tree.widest, h, e) if cuts > 0 else delta  # never read then
     pieces = [-(-children // nodes.children) for children in (tree.widest, tree.branch, tree.block)]
