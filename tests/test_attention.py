@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from retreever import CrossAttention, Tree, TreeCrossAttention, TreePlan
+from retreever import CrossAttention, InputError, Tree, TreeCrossAttention, TreePlan
 
 DIM, HEADS = 16, 4
 LENGTHS = (1, 2, 3, 5, 8, 11)
@@ -294,3 +294,51 @@ def test_concurrent_inference_from_8_threads_equals_serial(impl: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         parallel = list(pool.map(answer, range(64)))
     assert all(torch.equal(one, two) for one, two in zip(serial, parallel, strict=True))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_taken_over_attention_is_in_the_mode_of_the_original(training: bool) -> None:
+    original = nn.MultiheadAttention(DIM, HEADS, batch_first=True).train(training)
+    for module in (TreeCrossAttention.from_multihead(original), CrossAttention.from_multihead(original)):
+        assert module.training is training and module.block.training is training
+
+
+@pytest.mark.parametrize("kind", ["plain", "tree"])
+def test_what_was_prepared_outside_autocast_can_be_asked_inside(kind: str) -> None:
+    module, query = attention(kind), rand(2, 3, DIM, seed=1)
+    memory = module.build(rand(2, 9, DIM))
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = module(query, memory).output
+    assert close(inside.float(), module(query, memory).output, 0.1)
+
+
+@pytest.mark.parametrize("value", [-3.0, 4.0, 100.0])
+def test_noise_that_means_nothing_is_refused(value: float) -> None:
+    module = tca()
+    tree = module.build(rand(1, 9, DIM))
+    with pytest.raises(InputError, match=r"^noise: expected uniforms in \[0, 1\), or 2 \+ c to take child c of 2"):
+        module(rand(1, 3, DIM), tree, noise=torch.full((1, 3, tree.plan.depth), value))
+
+
+@pytest.mark.parametrize("name", ["detach", "bias"])
+def test_texts_do_not_pass_for_true(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: expected True or False, got 'no'"):
+        tca(**{name: "no"})
+
+
+def test_a_mistyped_retrieval_does_not_search() -> None:
+    module = tca()
+    module.retrieval = "fulll"  # type: ignore[assignment]
+    with pytest.raises(InputError, match=r"^retrieval: expected one of policy, full"):
+        module(rand(1, 3, DIM), module.build(rand(1, 9, DIM)))
+
+
+def test_an_aggregator_of_another_shape_is_refused() -> None:
+    class Two(nn.Module):
+        def forward(self, children: Tensor, mask: Tensor | None) -> Tensor:
+            return children[:, :2]
+
+    with pytest.raises(
+        InputError, match=r"^aggregator: expected one summary a group, shape \(4, 16\), got \(4, 2, 16\)"
+    ):
+        tca(aggregator=Two()).build(rand(1, 8, DIM))

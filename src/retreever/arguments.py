@@ -7,10 +7,19 @@ from typing import NoReturn
 
 from retreever.errors import InputError
 
+LONGEST = 400  # characters of a wrong value that are shown
+
 
 def reject(argument: str, expected: str, got: object) -> NoReturn:
-    """Raise the one-line `InputError` used everywhere."""
-    raise InputError(f"{argument}: expected {expected}, got {got}")
+    """Raise the one-line `InputError` used everywhere; what came is cut where it gets long."""
+    text = " ".join(str(got).split())
+    raise InputError(f"{argument}: expected {expected}, got {text if len(text) <= LONGEST else text[:LONGEST] + '...'}")
+
+
+def check_bool(argument: str, value: object) -> None:
+    """`value` must be True or False: any text, "no" too, would count as True."""
+    if not isinstance(value, bool):
+        reject(argument, "True or False", repr(value))
 
 
 def check_int(argument: str, value: object, minimum: int) -> None:

@@ -12,8 +12,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from retreever.arguments import check_choice, check_int, reject
-from retreever.checks import check_any_real, check_finite, check_float, check_mask, check_same, check_tensor
+from retreever.arguments import check_bool, check_choice, check_int, reject
+from retreever.checks import (
+    check_any_real,
+    check_finite,
+    check_float,
+    check_mask,
+    check_same,
+    check_tensor,
+    values_readable,
+)
 from retreever.nn.blocks import AttentionBlock, Residual
 from retreever.nn.multihead import copy_multihead, multihead_arguments
 from retreever.ops.api import IMPLS, Impl, TreeAttention, full_attention, tree_attention
@@ -60,7 +68,7 @@ class CrossAttention(nn.Module):
         """The same function as a trained `nn.MultiheadAttention(batch_first=True)` used as cross attention."""
         module = cls(**multihead_arguments(attention)).to(attention.out_proj.weight)
         copy_multihead(attention, module.block)
-        return module
+        return module.train(attention.training)
 
     def build(self, context: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> KeyValues:
         """Project `context` once, to be queried often. `mask` is True where a token is real."""
@@ -86,7 +94,7 @@ class CrossAttention(nn.Module):
         memory = context if isinstance(context, KeyValues) else self.build(context, mask)
         _check_query(query, memory.keys, self.block)
         normed, q = self.block.start(query)
-        attended = self.block.attend(q, memory.keys, memory.values, memory.mask)
+        attended = self.block.attend(q.to(memory.keys.dtype), memory.keys, memory.values, memory.mask)
         return CrossAttentionResult(self.block.finish(query, normed, attended), tokens=memory.keys.shape[1])
 
 
@@ -131,6 +139,7 @@ class TreeCrossAttention(nn.Module):
         check_int("branch", branch, 2)
         check_choice("retrieval", retrieval, RETRIEVALS)
         check_choice("impl", impl, IMPLS)
+        check_bool("detach", detach)
         self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias)
         width = dim if kdim is None else kdim
         if aggregator == "transformer" and width % heads:
@@ -143,12 +152,13 @@ class TreeCrossAttention(nn.Module):
     def from_multihead(cls, attention: nn.MultiheadAttention, branch: int = 2) -> TreeCrossAttention:
         """Start from a trained `nn.MultiheadAttention(batch_first=True)`: equal to it when `branch` >= tokens.
 
-        Leaves are summarised by their mean until an aggregator is trained.
+        Nodes are the means of their children, without weights of their own. The attention has no dropout, since it is
+        also the policy, and the module is in the mode of `attention`: in training it samples its paths.
         """
         arguments = multihead_arguments(attention) | {"dropout": 0.0}
         module = cls(**arguments, branch=branch, aggregator="mean").to(attention.out_proj.weight)
         copy_multihead(attention, module.block)
-        return module
+        return module.train(attention.training)
 
     def build(self, context: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Tree:
         """Lay `context`, already in leaf order, on a tree and prepare all nodes once.
@@ -199,8 +209,10 @@ class TreeCrossAttention(nn.Module):
     def _query_heads(self, query: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         if not isinstance(tree, Tree):
             reject("tree", "a Tree made by build()", type(tree).__name__)
+        check_choice("retrieval", self.retrieval, RETRIEVALS)
         _check_query(query, tree.keys, self.block)
-        return self.block.start(query)
+        normed, q = self.block.start(query)
+        return normed, q.to(tree.keys.dtype)  # under autocast the tree may have been made outside, or in another type
 
     def _search(self, q: Tensor, tree: Tree, noise: Tensor | None, generator: torch.Generator | None) -> TreeAttention:
         if noise is None and self.training:
@@ -208,6 +220,7 @@ class TreeCrossAttention(nn.Module):
             noise = torch.rand(shape, device=q.device, generator=generator)
         elif isinstance(noise, Tensor) and not noise.is_cuda:
             check_finite("noise", noise)
+            _check_uniforms(noise, tree.plan.branch)
         return tree_attention(q, tree.keys, tree.values, tree.plan, tree.mask, noise, self.impl)
 
     def _full_result(self, query: Tensor, tree: Tree, normed: Tensor, q: Tensor) -> TreeCrossAttentionResult:
@@ -229,6 +242,7 @@ def _readout(
     dim: int, heads: int, kdim: int | None, hidden: int | None, residual: Residual, dropout: float, bias: bool
 ) -> AttentionBlock:
     """The block both modules share. The paper's code reads raw keys and values; otherwise the context has its norm."""
+    check_bool("bias", bias)
     return AttentionBlock(
         dim,
         heads,
@@ -250,6 +264,12 @@ def _check_query(query: Tensor, keys: Tensor, block: AttentionBlock) -> None:
         check_same("query", query, "the context", keys)
     if not query.is_cuda:  # reading values there would make every call wait for the device
         check_finite("query", query)
+
+
+def _check_uniforms(noise: Tensor, branch: int) -> None:
+    if values_readable(noise) and noise.numel() and not bool(((noise >= 0) & (noise < 2 + branch)).all()):
+        span = f"numbers from {float(noise.min()):g} to {float(noise.max()):g}"
+        reject("noise", f"uniforms in [0, 1), or 2 + c to take child c of {branch}", span)
 
 
 def _check_like_weights(argument: str, value: Tensor, block: AttentionBlock) -> None:

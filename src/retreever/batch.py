@@ -53,6 +53,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
+        if isinstance(device, torch.dtype):
+            reject("device", "a device", f"{device}, a type of numbers")
         moved: dict[str, Any] = {}
         for part in fields(self):
             value = getattr(self, part.name)

@@ -205,3 +205,8 @@ def test_steps_tokens_and_slots_outside_the_tree_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=f"^{named}: expected"):
         call(value)
+
+
+def test_only_searches_can_be_explained() -> None:
+    with pytest.raises(InputError, match=r"^result: expected a TreeCrossAttentionResult, got str"):
+        explain("a search")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import io
 import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,9 @@ def test_a_loss_that_is_no_number_stops_training_by_name() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"steps": 0}, {"batch": 1.5}, {"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"clip": -1},
+        {"steps": 0}, {"lr": "1e-3"}, {"clip": None}, {"betas": 0.9}, {"betas": (0.9,)}, {"stop_at": "5"},
+        {"compile": "no"}, {"graph": 1}, {"batch": 1.5},
+        {"lr": 0.0}, {"lr": math.nan}, {"betas": (0.9, 1.0)}, {"clip": -1},
         {"schedule": "linear"}, {"seed": -1}, {"warmup": True}, {"weight_decay": -0.1},
     ],
 )  # fmt: skip
@@ -114,3 +117,42 @@ def test_progress_is_plain_lines_when_not_on_a_terminal() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2 and all(text.startswith("tree: step") for text in lines)
     assert "accuracy -" in lines[0] and "step 4/4" in lines[1] and "accuracy 90.00" in lines[1]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_comes_back_in_the_mode_it_came_in(training: bool) -> None:
+    """A model in training mode samples its paths: predictions of one that was not would change from call to call."""
+    model = ReTreever(**TINY, order="given").train(training)
+    fit(model, CopyTask(8), CONFIG)
+    assert model.training is training
+
+
+def test_the_term_that_is_no_number_is_named() -> None:
+    model = ReTreever(**TINY, order="given", reward=lambda _, truth: truth * math.nan)
+    with pytest.raises(RetreeverError, match="step 1: the loss term 'policy' is nan, 'reward' is nan"):
+        fit(model, CopyTask(8), CONFIG)
+
+
+def test_weights_that_run_away_are_not_blamed_on_the_data_alone() -> None:
+    model = ReTreever(**TINY, order="given")
+    with pytest.raises(RetreeverError, match=r"step \d+; if the data are finite, the learning rate may be too high"):
+        fit(model, CopyTask(8), TrainConfig(steps=30, batch=4, lr=1e18, warmup=0, clip=0))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"config": {"steps": 3}}, "^config: expected a TrainConfig, got dict"),
+        ({"task": CopyTask}, "^task: expected a task, got the class CopyTask"),
+        ({"model": torch.ones(1)}, "^model: expected a model, got Tensor"),
+        ({"model": ReTreever(**TINY).requires_grad_(False)}, "^model: expected weights to train, got none"),
+        pytest.param(
+            {"device": "cuda"}, "^device: expected one that is here, got cuda",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"model": ReTreever(**TINY), "task": CopyTask(8), "config": CONFIG} | wrong
+    with pytest.raises(InputError, match=message):
+        fit(**arguments)

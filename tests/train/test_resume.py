@@ -171,3 +171,46 @@ def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="other files"):
         RunFolder(tmp_path).start({}, resume=False, overwrite=True)
     assert (tmp_path / "thesis.tex").exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from retreever.train.run import RunFolder
+RunFolder(Path(sys.argv[1])).start({"n": 8}, resume=False, overwrite=False)
+print("started", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_another_process_works_on_is_left_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    other = subprocess.Popen([sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdout.readline() == "started\n"
+    for way in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(ConfigError, match=r"^out: expected a run nobody works on, got .*run, in use"):
+            folder.start({"n": 8}, **way)
+    assert folder.config() == {"n": 8}
+    other.kill()
+    other.communicate()
+    folder.start({"n": 8}, resume=True, overwrite=False)
+    folder.start({"n": 16}, resume=False, overwrite=True)  # its own run a process may replace
+    assert folder.config() == {"n": 16}
+
+
+def test_a_finished_run_is_free(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start({"n": 8}, resume=False, overwrite=False)
+    folder.finish({})
+    code = HOLD.replace("overwrite=False", "overwrite=True").replace("time.sleep(60)", "")
+    subprocess.run([sys.executable, "-c", code, str(folder.path)], check=True)
+
+
+def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
+    folder, trainer = RunFolder(tmp_path), a_trainer()
+    save(folder, trainer)
+    newest = latest_checkpoint(folder.checkpoints)
+    assert newest is not None
+    os.truncate(newest / "tensors.safetensors", 100)
+    with pytest.raises(CheckpointError, match=f"got 100; without {newest} the run goes on from an earlier one"):
+        resume_from(folder, a_trainer())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from retreever import Batch, ReTreever, TransformerCA
+from retreever import Batch, InputError, ReTreever, TransformerCA
 from retreever.tasks.gp import GPTask
 from retreever.train import evaluate as public_evaluate
 from retreever.train.score import _groups, evaluate
@@ -61,3 +64,33 @@ def test_a_metric_that_fails_leaves_the_model_in_training_mode() -> None:
 
 def test_it_is_public() -> None:
     assert public_evaluate is evaluate
+
+
+def ragged_targets() -> Batch:
+    """As many rows as targets: what has the wrong shape would broadcast unnoticed."""
+    xc, xt = torch.rand(4, 6, 1), torch.rand(4, 4, 1)
+    return Batch(xc, xc.sin(), xt, xt.sin(), target_mask=torch.arange(4) < torch.arange(1, 5)[:, None])
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 1), (4,), (), (4, 1)])
+def test_a_metric_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    class Odd(GPTask):
+        @staticmethod
+        def metric(dist: Distribution, batch: Batch) -> Tensor:
+            return torch.ones(shape)
+
+    with pytest.raises(InputError, match=r"^metric: expected one value per query, shape \(4, 4\), got "):
+        evaluate(TransformerCA(dim=16, layers=1, hidden=16), Odd(), [ragged_targets()])
+
+
+def test_what_stands_at_masked_targets_changes_no_score() -> None:
+    batch, model, task = ragged_targets(), TransformerCA(dim=16, layers=1, hidden=16), small_task()
+    assert batch.target_mask is not None
+    unknown = replace(batch, xt=batch.xt.masked_fill(~batch.target_mask[..., None], torch.nan))
+    assert evaluate(model, task, [unknown]) == evaluate(model, task, [batch])
+
+
+@pytest.mark.parametrize(("batches", "got"), [([], "at least one batch, got none"), (ragged_targets(), "a Batch")])
+def test_batches_have_to_be_batches(batches: Any, got: str) -> None:
+    with pytest.raises(InputError, match=f"^batches: .*{got}"):
+        evaluate(TransformerCA(dim=16, layers=1, hidden=16), small_task(), batches)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from retreever.arguments import reject
 from retreever.attention import CrossAttention
 from retreever.batch import Batch
 from retreever.models.config import ModelConfig
@@ -37,6 +38,8 @@ class PlainModel(nn.Module, ABC):
 
     def answer(self, memory: KeyValues, xt: Float[Tensor, "b m dx"]) -> Distribution:
         """Predictions at `xt` from a prepared context."""
+        if not isinstance(memory, KeyValues):
+            reject("memory", "KeyValues made by encode()", type(memory).__name__)
         check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         return self.head(self.attention(self.embed.query(xt), memory).output)
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.arguments import check_choice, check_int, reject
+from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch, without_padding
 from retreever.detours import find_detours, with_detours
@@ -71,6 +71,7 @@ class ReTreeverConfig(ModelConfig):
         check_choice("order", self.order, ORDERS)
         check_choice("impl", self.impl, IMPLS)
         check_int("order_seed", self.order_seed, 0)
+        check_bool("detach", self.detach)
         if not isinstance(self.objective, ObjectiveConfig):
             reject("objective", "an ObjectiveConfig", type(self.objective).__name__)
 
@@ -146,6 +147,8 @@ class ReTreever(nn.Module):
         noise: Float[Tensor, "b m depth"] | None = None,
     ) -> TreeCrossAttentionResult:
         """The search behind the predictions at `xt`: paths, selected nodes, probabilities."""
+        if not isinstance(memory, Tree):
+            reject("memory", "a Tree made by encode()", type(memory).__name__)
         check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
         return self.attention(self.embed.query(xt), memory, noise)
 

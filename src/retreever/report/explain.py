@@ -156,6 +156,8 @@ class Explanation:
 
 def explain(result: TreeCrossAttentionResult, row: int = 0, query: int = 0) -> Explanation:
     """How query `query` of batch row `row` searched the tree."""
+    if not isinstance(result, TreeCrossAttentionResult):
+        reject("result", "a TreeCrossAttentionResult", type(result).__name__)
     b, m = result.path.shape
     for name, value, size in (("row", row, b), ("query", query, m)):
         check_int(name, value, 0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from retreever.arguments import check_choice, check_int, reject
+from retreever.arguments import check_bool, check_choice, check_int, check_number, reject
 
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -61,13 +62,18 @@ class TrainConfig:
         check_int("seed", self.seed, 0)
         check_choice("schedule", self.schedule, ("cosine", "constant"))
         check_choice("precision", self.precision, ("fp32", "tf32", "bf16"))
-        if not self.lr > 0:
+        for name in ("graph", "compile", "deterministic"):
+            check_bool(name, getattr(self, name))
+        for name in ("lr", "clip", "weight_decay"):
+            check_number(name, getattr(self, name))
+        if self.lr == 0:
             reject("lr", "a number > 0", self.lr)
-        for name in ("clip", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                reject(name, "a number >= 0", getattr(self, name))
-        if not all(0 <= beta < 1 for beta in self.betas):
-            reject("betas", "two numbers in [0, 1)", self.betas)
+        if self.stop_at is not None:
+            check_number("stop_at", self.stop_at, minimum=-math.inf)
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            reject("betas", "two numbers in [0, 1)", repr(self.betas))
+        for beta in self.betas:
+            check_number("betas", beta, below=1.0)
 
     def as_published(self) -> TrainConfig:
         """The optimiser of the paper's copy task: Adam at 5e-4 with betas (0.1, 0.999) and no warm-up."""

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from retreever.arguments import reject
 from retreever.batch import Batch
-from retreever.errors import RetreeverError
+from retreever.errors import InputError, RetreeverError
 from retreever.objective import Loss
 from retreever.tasks.padding import Room
 from retreever.train.config import TrainConfig
@@ -41,6 +42,7 @@ class Trainer:
     def __init__(
         self, model: Model, task: Task, config: TrainConfig, device: str = "cpu", ranks: Ranks = ALONE
     ) -> None:
+        _check_run(model, task, config, device)
         ranks.check(config.batch)
         self.model, self.task, self.config, self.ranks = model, task, config, ranks
         self.device = torch.device(device)
@@ -103,10 +105,10 @@ class Trainer:
             self._since = time.perf_counter()
         with self.working():
             set_rate(self.optimiser, self.config.lr * learning_rate(self.config, self.step))
-            if self.graphed:
-                self._replay()
-            else:
-                self.train()
+            try:
+                self._replay() if self.graphed else self.train()
+            except InputError as error:
+                raise InputError(_in_step(error, self.step + 1)) from None
         self.step += 1
 
     def settle(self) -> Progress:
@@ -176,19 +178,45 @@ class Trainer:
 def fit(
     model: Model, task: Task, config: TrainConfig, *, device: str = "cpu", watch: Watcher | None = None
 ) -> list[Record]:
-    """Train `model` on `task` in place, in memory alone, and return its validation history."""
+    """Train `model` on `task` in place, in memory alone, and return its validation history.
+
+    The model keeps the weights of the last step and ends in the mode, training or evaluation, it came in.
+    """
+    was_training = getattr(model, "training", True)
     trainer = Trainer(model, task, config, device)
-    while not trainer.done:
-        progress = trainer.advance()
-        if watch is not None:
-            watch(progress)
+    try:
+        while not trainer.done:
+            progress = trainer.advance()
+            if watch is not None:
+                watch(progress)
+    finally:
+        model.train(was_training)
     return trainer.history
 
 
+def _check_run(model: Model, task: Task, config: TrainConfig, device: str) -> None:
+    """What would otherwise fail somewhere inside the first step."""
+    if not isinstance(config, TrainConfig):
+        reject("config", "a TrainConfig", type(config).__name__)
+    if not isinstance(model, nn.Module):
+        reject("model", "a model", type(model).__name__)
+    if isinstance(task, type):
+        reject("task", "a task", f"the class {task.__name__}")
+    if not any(weight.requires_grad for weight in model.parameters()):
+        reject("model", "weights to train", "none that require a gradient")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        reject("device", "one that is here", f"{device}, and torch finds no GPU")
+
+
 def _check_loss(loss: Loss, step: int) -> None:
-    """Stop by name when a term is no longer a number."""
+    """Stop by name when a term is no longer a number; the total is named when it is the only one."""
     if math.isfinite(loss.total):
         return
-    for name, value in loss._asdict().items():
-        if not math.isfinite(value):
-            raise RetreeverError(f"training stopped at step {step}: the loss term '{name}' is {value}")
+    wrong = [f"'{name}' is {value}" for name, value in loss._asdict().items() if not math.isfinite(value)]
+    raise RetreeverError(f"training stopped at step {step}: the loss term {', '.join(wrong[1:] or wrong)}")
+
+
+def _in_step(error: InputError, step: int) -> str:
+    """What a model refused while it was trained, and when."""
+    cause = "; if the data are finite, the learning rate may be too high" if "expected finite" in str(error) else ""
+    return f"{error} (training step {step}{cause})"

@@ -46,7 +46,10 @@ def resume_from(folder: RunFolder, trainer: Trainer) -> None:
         if trainer.ranks.first:
             folder.keep_metrics(0)
         return
-    tensors, state = load_checkpoint(newest)
+    try:
+        tensors, state = load_checkpoint(newest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; without {newest} the run goes on from an earlier one") from None
     model = _module(trainer)
     restore_model(model, tensors, newest)
     restore_optimiser(model, trainer.optimiser, tensors)

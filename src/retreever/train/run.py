@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retreever.errors import CheckpointError, ConfigError
-from retreever.files import write_text
+from retreever.files import os_errors, write_text
+
+try:
+    import fcntl
+except ImportError:  # Windows: two processes in one folder go unnoticed
+    fcntl = None  # type: ignore[assignment]
+
+_CLAIMED: dict[Path, int] = {}  # open, locked settings of the runs under way in this process
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,9 @@ class RunFolder:
     def start(self, config: dict[str, Any], resume: bool, overwrite: bool) -> None:
         """Make the folder and leave the settings in it; an existing run is refused, resumed or replaced as told."""
         if (self.path / "config.json").exists() and not overwrite:
-            if not resume:
+            if resume:
+                self._claim()
+            else:
                 raise ConfigError(f"out: expected a new folder, got the run {self.path} (--resume or --overwrite)")
             found = self.config()
             if found != json.loads(json.dumps(config)):
@@ -48,9 +58,32 @@ class RunFolder:
         if self.path.exists() and any(self.path.iterdir()):
             if not (self.path / "config.json").exists():
                 raise ConfigError(f"out: expected a new folder or a run, got {self.path} with other files in it")
+            self._claim()
             shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.path / "config.json", json.dumps(config, indent=1) + "\n", ConfigError)
+        self._claim()
+
+    def _claim(self) -> None:
+        """Lock the settings until the run is finished or this process ends; refused while another holds them."""
+        self._release()
+        if fcntl is None:
+            return
+        with os_errors(self.path, "cannot be written", ConfigError):
+            file = os.open(self.path / "config.json", os.O_RDWR)  # over a network a lock needs the right to write
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise ConfigError(f"out: expected a run nobody works on, got {self.path}, in use by a process") from None
+        except OSError:  # a file system without locks
+            pass
+        _CLAIMED[self.path.resolve()] = file
+
+    def _release(self) -> None:
+        held = _CLAIMED.pop(self.path.resolve(), None)
+        if held is not None:
+            os.close(held)
 
     def config(self) -> dict[str, Any]:
         """The settings the run was started with."""
@@ -72,6 +105,7 @@ class RunFolder:
     def finish(self, result: dict[str, Any]) -> None:
         """Leave the result."""
         write_text(self.result, json.dumps(result, indent=1) + "\n", CheckpointError)
+        self._release()
 
 
 def _plain(value: Any) -> Any:

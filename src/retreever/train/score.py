@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from retreever.batch import Batch, collate
+from retreever.arguments import reject
+from retreever.batch import Batch, collate, without_padding
 from retreever.train.protocols import Model, Task
 
 JOINED_POINTS = 2**18  # an accelerator takes small batches together, up to this many context and target points
@@ -18,6 +19,8 @@ def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.d
 
     Batches weigh the same whatever their size: this is how the paper and those before it measure.
     """
+    if isinstance(batches, Batch):
+        reject("batches", "an iterable of batches", "a Batch")
     was_training = model.training
     model.train(False)
     means: list[Tensor] = []
@@ -28,14 +31,20 @@ def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.d
                 means += _means(model, task, group, device)
     finally:
         model.train(was_training)
+    if not means:
+        reject("batches", "at least one batch", "none")
     return float(torch.stack(means).mean())
 
 
 def _means(model: Model, task: Task, group: list[Batch], device: torch.device | str) -> list[Tensor]:
     """The metric's mean over the real targets of each batch; all go through the model as one."""
     batch = (group[0] if len(group) == 1 else collate(group)).to(device)
-    dist = model.predict(batch.xc, batch.yc, batch.xt, batch.context_mask)
-    values = task.metric(dist, batch).double()
+    dist = model.predict(batch.xc, batch.yc, without_padding(batch.xt, batch.target_mask), batch.context_mask)
+    values = task.metric(dist, batch)
+    if not isinstance(values, Tensor) or values.shape != batch.xt.shape[:2]:
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        reject("metric", f"one value per query, shape {tuple(batch.xt.shape[:2])}", got)
+    values = values.double()
     real = torch.ones_like(values, dtype=torch.bool) if batch.target_mask is None else batch.target_mask
     rows = [one.xc.shape[0] for one in group]
     pairs = zip(torch.split(values, rows), torch.split(real, rows), strict=True)

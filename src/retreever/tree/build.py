@@ -149,8 +149,11 @@ def _summarise(
     if detach:
         children = children.detach()
     groups = None if real is None else real.reshape(b * parents, nodes // parents)
-    summary = _in_cache(aggregator, children, groups).reshape(b, parents, d)
-    return summary, None if real is None else real.reshape(b, parents, nodes // parents).any(dim=2)
+    summary = _in_cache(aggregator, children, groups)
+    if summary.shape != (b * parents, d):
+        reject("aggregator", f"one summary a group, shape {(b * parents, d)}", tuple(summary.shape))
+    above = None if real is None else real.reshape(b, parents, nodes // parents).any(dim=2)
+    return summary.reshape(b, parents, d), above
 
 
 def _in_cache(aggregator: nn.Module, children: Tensor, groups: Tensor | None) -> Tensor:
