@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,14 +35,24 @@ def test_who_reads_the_output_may_have_seen_enough() -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["version"]) == 0
-    assert capsys.readouterr().out.strip() == __version__
+    for said in ("version", "--version"):
+        assert main([said]) == 0
+        assert capsys.readouterr().out.strip() == __version__
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nonsense"], "Unrecognized options: nonsense"),
+        (["nonsense"], "nonsense: expected one of demo, train, eval, pretrained, data, "),
+        (["trian", "gp"], "bench, doctor, version (perhaps train)\n"),
+        (["evaluate", "X"], "evaluate: expected one of demo, "),
+        (["train", "gpp"], "gpp: expected one of copy, gp, emnist, celeba, activity (perhaps gp)\n"),
+        (["train", "GP", "--quick"], "GP: expected one of copy, gp, emnist, celeba, activity (perhaps gp)\n"),
+        (["data", "chekc"], "chekc: expected one of list, check, fetch (perhaps check)\n"),
+        (["train", "gp", "--seeds", "0,1"], "--seeds: expected values separated by spaces, got ['0,1']"),
+        (["eval", "no/run"], "no/run: expected the folder of a run, got a path that does not exist\n"),
+        (["pretrained", "export", "no/run", "name"], "no/run: expected the folder of a run, got a path that does not"),
+        (["eval", __file__], "expected the folder of a run, got a file\n"),
         (["demo", "--nonsense", "1"], "--nonsense"),
         (["demo", "--n", "many"], "--n"),
         (["train", "copy", "--modle", "tca"], "--modle, tca (perhaps --model)"),
@@ -56,6 +67,66 @@ def test_what_cannot_be_understood_is_refused_in_one_line(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("retreever: ") and error.count("\n") == 1 and said in error
+
+
+def train_copy(out: Path, *others: str) -> int:
+    few = ["--n", "8", "--batch", "4", "--device", "cpu", "--out", str(out)]
+    return main(["train", "copy", *few, *others])
+
+
+def test_a_file_where_a_folder_should_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for status in (train_copy(file), main(["demo", "--out", str(file)])):
+        assert status == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"retreever: {file}") and line.endswith(": cannot be read or written: Not a directory")
+
+
+def test_an_operating_systems_error_without_a_file_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise OSError("no file")
+
+    monkeypatch.setattr("retreever.cli.Version.run", fail)
+    with pytest.raises(OSError, match="no file"):
+        main(["version"])
+
+
+@pytest.mark.parametrize(("kind", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_stopped_by_a_signal_ends_as_shells_say(
+    kind: signal.Signals,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from retreever.train.together import Run
+
+    launch = Run.launch
+
+    def launch_and_stop(run: Run) -> None:
+        launch(run)
+        os.kill(os.getpid(), kind)
+
+    monkeypatch.setattr(Run, "launch", launch_and_stop)
+    assert train_copy(tmp_path) == status
+    assert f"retreever: stopped by {kind.name} after step 1; " in capsys.readouterr().err
+
+
+def test_a_warm_up_as_long_as_the_run_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, warned, arguments in (
+        ("long", 1, ["--steps", "2", "--warmup", "2", "--seeds", "0", "1"]),
+        ("short", 0, ["--steps", "2", "--warmup", "1"]),
+    ):
+        assert train_copy(tmp_path / name, *arguments) == 0
+        assert capsys.readouterr().err.count("warmup: expected fewer than the 2 steps, got 2;") == warned
+
+
+def test_a_figure_without_a_name_lists_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["figure", "--experiments", str(Path(__file__).parents[1] / "experiments")]) == 0
+    assert "long_copy " in capsys.readouterr().out
 
 
 def test_help_of_a_command_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:

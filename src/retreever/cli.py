@@ -7,9 +7,10 @@ import os
 import sys
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -126,10 +127,15 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(commands, arguments)
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
-        return 2
+        return int(getattr(error, "status", 2))  # a run stopped by a signal has one
     except BrokenPipeError:  # who read the output, say `head`, has seen enough; what was to come is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell gives for a program that SIGPIPE ended
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"retreever: {error.filename}: cannot be read or written: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("retreever: stopped", file=sys.stderr)
         return 130
@@ -157,14 +163,31 @@ def wait_briefly() -> None:
 
 def parse(commands: Any, arguments: list[str] | None) -> Any:
     """The command that `arguments` ask for; what is wrong with them is said in one line."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words == ["--version"]:
+        words = ["version"]
+    check_names(commands, words)
     said = io.StringIO()
     try:
         with redirect_stderr(said):
-            return tyro.cli(commands, prog="retreever", args=arguments, description=ABOUT, config=(OmitArgPrefixes,))
+            return tyro.cli(commands, prog="retreever", args=words, description=ABOUT, config=(OmitArgPrefixes,))
     except SystemExit as stop:
         if stop.code:
             raise ConfigError(_one_line(said.getvalue())) from None
         raise
+
+
+def check_names(commands: Any, words: list[str]) -> None:
+    """Refuse a first word that is no command, and a second one that is none of the first's."""
+    for word in words:
+        known = {one.__metadata__[0].name: one.__origin__ for one in get_args(commands) if get_origin(one) is Annotated}
+        if not known or word.startswith("-"):
+            return
+        if word not in known:
+            meant = get_close_matches(word.lower(), known, 1)
+            perhaps = f" (perhaps {meant[0]})" if meant else ""
+            raise ConfigError(f"{word}: expected one of {', '.join(known)}{perhaps}")
+        commands = get_type_hints(known[word], include_extras=True).get("what")
 
 
 def _one_line(box: str) -> str:
@@ -173,6 +196,7 @@ def _one_line(box: str) -> str:
     first = list(takewhile(_has_words, dropwhile(lambda line: not _has_words(line), lines)))
     meant = next((line.split()[0] for line in lines if line.startswith("--") and _has_words(line)), "")
     said = " ".join(first).rstrip(".")
+    said = said.replace("Could not find valid parse for arguments:", "expected values separated by spaces, got")
     return f"{said}{f' (perhaps {meant})' if meant and f'{meant}:' not in said else ''}; --help tells more"
 
 

@@ -39,6 +39,8 @@ def test_presets_change_defaults_and_leave_what_was_set_by_hand(settings: Settin
     assert paper.lr == 5e-4 and paper.warmup == 0 and "paper" in paper.name
     assert quick.resolved() == quick and settings.resolved().steps == settings.steps
     quick.train_config(), paper.train_config()
+    for one in (settings, paper, replace(settings, quick=True).resolved()):
+        assert one.warmup < one.steps  # else a run is warned of
 
 
 def test_residuals_are_those_a_model_trains_best_with_unless_said() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from retreever.errors import DataError, InputError
-from retreever.tasks.catalogue import DATASETS, data_root, files_of, find_data
+from retreever.tasks.catalogue import DATASETS, data_root, files_of, find_data, name_of
 
 
 def test_the_root_is_an_option_a_variable_or_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +50,10 @@ def test_files_are_found_plain_gzipped_and_unpacked(tmp_path: Path) -> None:
     assert all(files_of(DATASETS["celeba"], tmp_path).values())
     (tmp_path / "ConfLongDemo_JSI.txt.gz").touch()
     assert list(files_of(DATASETS["person_activity"], tmp_path).values()) == [tmp_path / "ConfLongDemo_JSI.txt.gz"]
+
+
+def test_a_dataset_also_goes_by_the_name_of_its_task() -> None:
+    assert name_of("activity") == "person_activity" and [name_of(name) for name in DATASETS] == list(DATASETS)
 
 
 @pytest.mark.parametrize("dataset", DATASETS.values(), ids=list(DATASETS))

@@ -125,6 +125,12 @@ def test_fetch_leaves_what_is_there_and_checks_it(root: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count(": good") == 2
 
 
+@pytest.mark.parametrize("command", ["check", "fetch"])
+def test_the_task_names_its_dataset_too(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data(command, "activity", "--root", root) == 0
+    assert "person_activity: good" in capsys.readouterr().out
+
+
 def test_the_options_load_no_torch() -> None:
     code = "import sys, retreever.tasks.data_options; print([m for m in ('torch', 'numpy', 'PIL') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -37,8 +37,8 @@ class Table:
 class Figure:
     """Draw the figure of a table: scores against tokens, or learning curves."""
 
-    name: Positional[str]
-    """Of the table."""
+    name: Positional[str] = ""
+    """Of the table; without it, tables are listed."""
     out: Path | None = None
     """PNG file; without it the place where the results page looks, docs/images/results-NAME.png."""
     experiments: Path = FOLDER
@@ -46,9 +46,12 @@ class Figure:
 
     def run(self) -> None:
         """Do it."""
-        from retreever.experiments.command import draw
+        from retreever.experiments.command import draw, list_tables
 
-        draw(self.name, self.out, self.experiments)
+        if self.name:
+            draw(self.name, self.out, self.experiments)
+        else:
+            list_tables(False, self.experiments)
 
 
 @dataclass(frozen=True)

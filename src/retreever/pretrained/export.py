@@ -18,8 +18,8 @@ from retreever.files import os_errors, write_bytes, write_text
 from retreever.pretrained.about import ABOUT, NEVER
 from retreever.pretrained.card import MAX_BYTES, TOLERANCE, Card
 from retreever.pretrained.probe import probe
-from retreever.recipes.command import load_run
-from retreever.train.run import RunFolder, read_json
+from retreever.recipes.command import find_run, load_run
+from retreever.train.run import read_json
 
 LICENSE = "MIT"
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
@@ -53,7 +53,8 @@ def export_run(run: Path, name: str, out: Path, data_note: str = "", overwrite: 
 
 def _contents(run: Path, name: str, data_note: str) -> tuple[bytes, Card]:
     """Both files of a run that may be given on."""
-    task, result = RunFolder(run).config().get("task"), RunFolder(run).result
+    folder = find_run(run)
+    task, result = folder.config().get("task"), folder.result
     if task in NEVER:
         raise ConfigError(f"{run}: {NEVER[task]}")
     if not result.exists():

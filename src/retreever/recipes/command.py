@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -60,6 +61,8 @@ def train(settings: Sequence[Settings], where: Where) -> None:
                 plan.folder.start(plan.settings.to_json(), where.resume, where.overwrite)
         at_once = where.at_once if device.startswith("cuda") and ranks.world == 1 else 1
         todo = [plan for plan in plans if not plan.folder.result.exists()]
+        if ranks.first:
+            _warn(todo)
         for start in range(0, len(todo), at_once):
             _train_group(todo[start : start + at_once], where, device, ranks)
         for plan in plans:
@@ -82,6 +85,15 @@ def _plan(settings: Settings, where: Where, ranks: Ranks, tasks: dict[TestableTa
     if task not in tasks:
         next(iter(task.validation()))
     return Plan(settings, RunFolder(where.out / settings.name), tasks.setdefault(task, task))
+
+
+def _warn(plans: Sequence[Plan]) -> None:
+    """One line on the first run that is over before its learning rate has risen."""
+    for one, folder, _ in plans:
+        if one.warmup >= one.steps:
+            said = f"warmup: expected fewer than the {one.steps} steps, got {one.warmup}"
+            print(f"retreever: warning: {folder.path}: {said}; the learning rate rises to the end", file=sys.stderr)
+            return
 
 
 def _train_group(plans: Sequence[Plan], where: Where, device: str, ranks: Ranks) -> None:
@@ -158,9 +170,17 @@ def scores_of(settings: Settings, model: AnyModel, data: Path | None, device: st
     return test_scores(model, settings.make_tests(data), target, QUICK_BATCHES if settings.quick else None)
 
 
+def find_run(path: Path) -> RunFolder:
+    """The folder of a run, which has to be there."""
+    if not path.is_dir():
+        got = "a file" if path.exists() else "a path that does not exist"
+        raise ConfigError(f"{path}: expected the folder of a run, got {got}")
+    return RunFolder(path)
+
+
 def load_run(path: Path, checkpoint: str = "best") -> tuple[Settings, AnyModel, int]:
     """Settings, trained model and steps of a run folder."""
-    folder = RunFolder(path)
+    folder = find_run(path)
     saved = folder.config()
     if saved.get("task") not in RECIPES:
         raise ConfigError(f"{path}/config.json: expected a task of {', '.join(RECIPES)}, got {saved.get('task')!r}")

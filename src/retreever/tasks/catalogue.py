@@ -15,6 +15,7 @@ from retreever.arguments import check_choice
 from retreever.errors import DataError
 
 Name = Literal["emnist", "celeba", "person_activity"]
+Asked = Literal["emnist", "celeba", "person_activity", "activity"]  # the last is the task person_activity serves
 DATA_VARIABLE, CACHE_VARIABLE = "RETREEVER_DATA", "RETREEVER_CACHE"
 
 
@@ -110,6 +111,11 @@ def find_data(name: Name, path: str | Path | None = None) -> Path:
     raise DataError(
         f"{name}: expected {looked}, found nothing there ({DATASETS[name].advice}; see `retreever data list`)"
     )
+
+
+def name_of(asked: Asked) -> Name:
+    """The dataset's own name."""
+    return "person_activity" if asked == "activity" else asked
 
 
 def files_of(dataset: Dataset, folder: Path) -> dict[str, Path | None]:

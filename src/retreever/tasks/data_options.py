@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 from tyro.conf import subcommand as named
 
 from retreever.arguments import reject
-from retreever.tasks.catalogue import DATASETS, Dataset, Name, data_root, files_of
+from retreever.tasks.catalogue import DATASETS, Asked, Dataset, Name, data_root, files_of, name_of
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class DataList(DataOptions):
 class DataCheck(DataOptions):
     """Read every file to the end: present, whole, checksums and counts; 1 when something is missing or broken."""
 
-    names: Positional[tuple[Name, ...]] = ()
+    names: Positional[tuple[Asked, ...]] = ()
     """Which datasets; all by default."""
 
     def run(self) -> int:
         """Do it."""
-        return max(report(name, self.root) for name in self.names or tuple(DATASETS))
+        return max(report(name_of(name), self.root) for name in self.names or tuple(DATASETS))
 
 
 @dataclass(frozen=True)
 class DataFetch(DataOptions):
     """Get the official files, going on where an earlier try ended, and check them."""
 
-    names: Positional[tuple[Name, ...]] = ()
+    names: Positional[tuple[Asked, ...]] = ()
     """Which datasets."""
 
     def run(self) -> int:
@@ -57,8 +57,8 @@ class DataFetch(DataOptions):
         if not self.names:
             reject("names", f"one or more of {', '.join(DATASETS)}", "none")
         for name in self.names:
-            fetch(name, self.root)
-        return max(report(name, self.root) for name in self.names)
+            fetch(name_of(name), self.root)
+        return max(report(name_of(name), self.root) for name in self.names)
 
 
 @dataclass(frozen=True)

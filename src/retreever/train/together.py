@@ -21,7 +21,11 @@ from retreever.train.run import RunFolder
 
 
 class Stopped(RetreeverError):
-    """A signal asked the run to stop; its last step is saved."""
+    """A signal asked the run to stop; its last step is saved. `status` is what a shell gives for that signal."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass
@@ -104,7 +108,8 @@ def _stop(name: str, runs: list[Run]) -> Stopped:
             run.settle()
         run.save()
     which = str(runs[0].folder.path) if len(runs) == 1 else f"{len(runs)} runs"
-    return Stopped(f"stopped by {name} after step {runs[0].trainer.step}; {which} can be resumed")
+    said = f"stopped by {name} after step {runs[0].trainer.step}; {which} can be resumed"
+    return Stopped(said, 128 + signal.Signals[name])
 
 
 @contextmanager
