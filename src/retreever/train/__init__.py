@@ -5,8 +5,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_PLACES = {"TrainConfig": "config", "Trainer": "engine", "evaluate": "score", "fit": "engine"}
-__all__ = ["TrainConfig", "Trainer", "evaluate", "fit"]
+_PLACES = {
+    "RunFolder": "run",
+    "Stopped": "together",
+    "TrainConfig": "config",
+    "Trainer": "engine",
+    "evaluate": "score",
+    "fit": "engine",
+    "train_in": "together",
+}
+__all__ = ["RunFolder", "Stopped", "TrainConfig", "Trainer", "evaluate", "fit", "train_in"]
 
 
 def __getattr__(name: str) -> Any:
