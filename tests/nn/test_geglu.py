@@ -40,3 +40,9 @@ def test_the_feed_forward_is_the_same_either_way() -> None:
         found.append(torch.autograd.grad(fused(x).square().sum(), [x, *fused.parameters()]))
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_torchs_function_transforms_take_it_in_training_mode() -> None:
+    up = torch.randn(5, 8, requires_grad=True)
+    (wanted,) = torch.autograd.grad(geglu(up).square().sum(), up)
+    assert torch.allclose(torch.func.grad(lambda x: geglu(x).square().sum())(up.detach()), wanted, atol=1e-6)

@@ -49,6 +49,9 @@ def gates_again(up: Float[Tensor, "*b two_h"]) -> bool:
 
 def geglu(up: Float[Tensor, "*b two_h"]) -> Float[Tensor, "*b h"]:
     """value * gelu(gate) of the two halves of `up`, for autograd."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        value, gates = up.chunk(2, dim=-1)  # torch.func takes plain operations alone
+        return value * F.gelu(gates)
     function: Any = _Geglu
     gated: Tensor = function.apply(up)
     return gated
