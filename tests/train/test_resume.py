@@ -202,6 +202,7 @@ def test_a_finished_run_is_free(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.start({"n": 8}, resume=False, overwrite=False)
     folder.finish({})
+    folder.start({"n": 8}, resume=True, overwrite=False)  # looked at again
     code = HOLD.replace("overwrite=False", "overwrite=True").replace("time.sleep(60)", "")
     subprocess.run([sys.executable, "-c", code, str(folder.path)], check=True)
 

@@ -44,9 +44,7 @@ class RunFolder:
     def start(self, config: dict[str, Any], resume: bool, overwrite: bool) -> None:
         """Make the folder and leave the settings in it; an existing run is refused, resumed or replaced as told."""
         if (self.path / "config.json").exists() and not overwrite:
-            if resume:
-                self._claim()
-            else:
+            if not resume:
                 raise ConfigError(f"out: expected a new folder, got the run {self.path} (--resume or --overwrite)")
             found = self.config()
             if found != json.loads(json.dumps(config)):
@@ -54,6 +52,8 @@ class RunFolder:
                 before = ", ".join(f"{key}={found.get(key)}" for key in keys)
                 now = ", ".join(f"{key}={_plain(config.get(key))}" for key in keys)
                 raise ConfigError(f"resume: expected the settings of {self.path}, {before}, got {now}")
+            if not self.result.exists():  # of a finished run there is nothing to go on with
+                self._claim()
             return
         if self.path.exists() and any(self.path.iterdir()):
             if not (self.path / "config.json").exists():
