@@ -219,7 +219,6 @@ class TreeCrossAttention(nn.Module):
             shape = (*q.shape[:2], tree.plan.depth)
             noise = torch.rand(shape, device=q.device, generator=generator)
         elif isinstance(noise, Tensor) and not noise.is_cuda:
-            check_finite("noise", noise)
             _check_uniforms(noise, tree.plan.branch)
         return tree_attention(q, tree.keys, tree.values, tree.plan, tree.mask, noise, self.impl)
 
@@ -268,6 +267,7 @@ def _check_query(query: Tensor, keys: Tensor, block: AttentionBlock) -> None:
 
 def _check_uniforms(noise: Tensor, branch: int) -> None:
     if values_readable(noise) and noise.numel() and not bool(((noise >= 0) & (noise < 2 + branch)).all()):
+        check_finite("noise", noise)
         span = f"numbers from {float(noise.min()):g} to {float(noise.max()):g}"
         reject("noise", f"uniforms in [0, 1), or 2 + c to take child c of {branch}", span)
 

@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _run(commands, arguments)
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
-        return int(getattr(error, "status", 2))  # a run stopped by a signal has one
+        return error.status
     except BrokenPipeError:  # who read the output, say `head`, has seen enough; what was to come is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell gives for a program that SIGPIPE ended
@@ -155,7 +155,7 @@ def wait_briefly() -> None:
     """Let torch's threads spin for a moment between operations; has to come before torch is loaded.
 
     They spin for milliseconds otherwise, on cores that other programs want too: beside two busy ones training came to
-    an eighth of its speed, this way to a third or half. Alone it costs some percent at most.
+    an eighth of its speed, this way to a third or half. Alone it costs about a tenth.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -11,7 +11,9 @@ __all__ = [
 
 
 class RetreeverError(Exception):
-    """Base of all errors raised by retreever."""
+    """Base of all errors raised by retreever; `status` is what the command they end leaves with."""
+
+    status: int = 2
 
 
 class InputError(RetreeverError, ValueError):

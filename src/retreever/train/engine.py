@@ -106,7 +106,10 @@ class Trainer:
         with self.working():
             set_rate(self.optimiser, self.config.lr * learning_rate(self.config, self.step))
             try:
-                self._replay() if self.graphed else self.train()
+                if self.graphed:
+                    self._replay()
+                else:
+                    self.train()
             except InputError as error:
                 raise InputError(_in_step(error, self.step + 1)) from None
         self.step += 1
