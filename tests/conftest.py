@@ -29,7 +29,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """As many threads, each of which gets rows however few there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    monkeypatch.setattr("retreever.cpu.team.FEWEST", 1)
-    monkeypatch.setattr("retreever.cpu.team.PASSIVE", True)
+    monkeypatch.setattr("retreever.ops.search.threads_numba.FEWEST", 1)
+    monkeypatch.setattr("retreever.ops.search.threads_numba.PASSIVE", True)
     yield request.param
     torch.set_num_threads(before)

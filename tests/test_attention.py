@@ -185,13 +185,30 @@ def test_full_retrieval_is_cross_attention_over_the_leaves(residual: str, mask: 
     assert (result.log_prob == 0).all() and (result.entropy == 0).all()
 
 
-def test_with_leaves_gives_the_search_and_the_full_reading_at_once() -> None:
+def test_the_search_and_the_full_reading_come_at_once() -> None:
     module, query, noise = tca(training=True), rand(6, 5, DIM, seed=1), uniforms(6, 5, 3)
     tree = module.build(rand(6, 11, DIM), tail_mask())
-    found, over_leaves = module.with_leaves(query, tree, noise)
-    assert close(found.output, module(query, tree, noise).output)
+    found = module(query, tree, noise, leaves=True)
+    assert close(found.output, module(query, tree, noise).output) and module(query, tree, noise).leaves is None
     module.retrieval = "full"
-    assert close(over_leaves, module(query, tree).output)
+    assert close(found.leaves, module(query, tree).output)
+    again = module(query, tree, noise, leaves=True)  # it is trained by its search, too
+    assert torch.equal(again.path, found.path) and close(again.output, found.output)
+
+
+def test_choices_lead_the_search() -> None:
+    """They win over noise and over the most likely child; -1 leaves a decision alone."""
+    module, query = tca(), rand(2, 5, DIM, seed=1)
+    tree = module.build(rand(2, 16, DIM))
+    usual, noise = module(query, tree), uniforms(2, 5, 3)
+    for bits in range(8):
+        choices = torch.tensor([bits >> 2 & 1, bits >> 1 & 1, bits & 1]).expand(2, 5, 3)
+        assert (module(query, tree, noise, choices).path == bits).all()
+        assert (module(query, tree, choices=choices).path == bits).all()
+    left = torch.full((2, 5, 3), -1)
+    assert torch.equal(module(query, tree, choices=left).path, usual.path)
+    left[..., 0] = 1 - usual.path // 4
+    assert torch.equal(module(query, tree, choices=left).path // 4, 1 - usual.path // 4)
 
 
 class Strongest(nn.Module):
@@ -316,8 +333,22 @@ def test_what_was_prepared_outside_autocast_can_be_asked_inside(kind: str) -> No
 def test_noise_that_means_nothing_is_refused(value: float) -> None:
     module = tca()
     tree = module.build(rand(1, 9, DIM))
-    with pytest.raises(InputError, match=r"^noise: expected uniforms in \[0, 1\), or 2 \+ c to take child c of 2"):
+    with pytest.raises(InputError, match=r"^noise: expected uniforms in \[0, 1\), got numbers from"):
         module(rand(1, 3, DIM), tree, noise=torch.full((1, 3, tree.plan.depth), value))
+
+
+@pytest.mark.parametrize(
+    ("choices", "problem"),
+    [
+        (torch.zeros(1, 3, 3), r"^choices: expected dtype torch.int64, got torch.float32"),
+        (torch.full((1, 3, 3), 2), r"^choices: expected children from 0 to 1, or -1, got numbers from 2 to 2"),
+        (torch.zeros(1, 3, 2, dtype=torch.int64), r"^choices: expected shape \(b=1, m=3, depth=3\), got \(1, 3, 2\)"),
+    ],
+)
+def test_choices_that_mean_nothing_are_refused(choices: Tensor, problem: str) -> None:
+    module = tca()
+    with pytest.raises(InputError, match=problem):
+        module(rand(1, 3, DIM), module.build(rand(1, 9, DIM)), choices=choices)
 
 
 @pytest.mark.parametrize("name", ["detach", "bias"])
@@ -339,6 +370,6 @@ def test_an_aggregator_of_another_shape_is_refused() -> None:
             return children[:, :2]
 
     with pytest.raises(
-        InputError, match=r"^aggregator: expected one summary a group, shape \(4, 16\), got \(4, 2, 16\)"
+        InputError, match=r"^aggregator: expected one summary per parent, shape \(4, 16\), got \(4, 2, 16\)"
     ):
         tca(aggregator=Two()).build(rand(1, 8, DIM))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retreever import Batch, PerceiverIO, ReTreever, TransformerCA, TreeCrossAttention
+from retreever.models.retreever import Draws
 
 TINY = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
 MASK = torch.arange(9) < torch.tensor([[9], [5]])
@@ -65,7 +66,7 @@ def test_the_loss_of_retreever_compiles_whole_with_its_gradients() -> None:
     results = []
     for loss in (model.loss, compiled(model.loss)):
         model.zero_grad()
-        parts = loss(data, noise)
+        parts = loss(data, Draws(noise))
         parts.total.backward()
         results.append([*parts, *(p.grad.clone() for p in model.parameters())])
     assert all(gap(one, two) <= 1e-5 for one, two in zip(*results, strict=True))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from retreever.batch import Batch
-from retreever.detours import Detours, detour_credit, find_detours, with_detours
+from retreever.detours import Detours, detour_credit, draw_detours, find_detours
 from retreever.models.retreever import ReTreever
 from retreever.objective import Gate, ObjectiveConfig, three_term_loss
-from retreever.ops.api import tree_attention
+from retreever.ops.search.api import tree_attention
 from retreever.tree.aggregate import MeanAggregator
 from retreever.tree.build import Tree, build_nodes
 from retreever.tree.plan import TreePlan
@@ -31,18 +31,20 @@ def a_tree(n: int, branch: int, lengths: list[int] | None = None) -> Tree:
     return Tree(plan, nodes, node_mask, keys, keys)
 
 
+CPU = torch.device("cpu")
+
+
 def test_a_detour_makes_one_decision_at_random() -> None:
     generator = torch.Generator().manual_seed(0)
-    noise = torch.rand(40, 50, 4, generator=generator)
-    sent = with_detours(noise, 0.25, 3, generator)
-    said = sent >= 2
-    assert torch.equal(sent[~said], noise[~said]) and said.sum(dim=2).max() == 1
-    assert float(said.any(dim=2).float().mean()) == pytest.approx(0.25, abs=0.04)
-    assert sent[said].unique().tolist() == [2, 3, 4]
-    counts = torch.stack([(said & (sent == 2 + child)).sum(dim=(0, 1)) for child in range(3)])
+    choices = draw_detours(40, 50, 4, 3, 0.25, generator, CPU)
+    sent = choices >= 0
+    assert choices.dtype == torch.int64 and sent.sum(dim=2).max() == 1
+    assert float(sent.any(dim=2).float().mean()) == pytest.approx(0.25, abs=0.04)
+    assert choices.unique().tolist() == [-1, 0, 1, 2]
+    counts = torch.stack([(choices == child).sum(dim=(0, 1)) for child in range(3)])
     assert counts.min() > 20  # of about 42: every child at every level
-    assert torch.equal(with_detours(noise, 0.0, 3, generator), noise)
-    assert with_detours(noise[..., :0], 0.5, 3, generator).shape == (40, 50, 0)
+    assert (draw_detours(40, 50, 4, 3, 0.0, generator, CPU) == -1).all()
+    assert draw_detours(40, 50, 0, 3, 0.5, generator, CPU).shape == (40, 50, 0)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +54,18 @@ def test_the_heads_are_asked_at_the_decision_a_detour_changed(n: int, branch: in
     tree, generator = a_tree(n, branch, lengths), torch.Generator().manual_seed(1)
     b, m, plan = tree.keys.shape[0], 30, tree.plan
     q = torch.randn(b, m, HEADS, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
-    noise = with_detours(torch.rand(b, m, plan.depth, generator=generator), 0.5, branch, generator)
-    path = tree_attention(q, tree.keys, tree.values, plan, tree.mask, noise, "reference").path
-    found = find_detours(q, tree, path, noise, 1.0)
-    assert found is not None and found.taken.any() and not found.taken[(noise < 2).all(dim=2)].any()
-    for row, query in (noise >= 2).any(dim=2).nonzero().tolist():
-        level = int((noise[row, query] >= 2).nonzero())
+    noise = torch.rand(b, m, plan.depth, generator=generator)
+    choices = draw_detours(b, m, plan.depth, branch, 0.5, generator, CPU)
+    path = tree_attention(q, tree.keys, tree.values, plan, tree.mask, noise, choices, "reference").path
+    found = find_detours(q, tree, path, choices, 1.0)
+    assert found is not None and found.taken.any() and not found.taken[(choices < 0).all(dim=2)].any()
+    for row, query in (choices >= 0).any(dim=2).nonzero().tolist():
+        level = int((choices[row, query] >= 0).nonzero())
         above, child = divmod(int(path[row, query]) // branch ** (plan.depth - 1 - level), branch)
         group = [plan.offset(level + 1) + above * branch + c for c in range(branch)]
         real = group if tree.mask is None else [r for r in group if tree.mask[row, r]]
-        assert bool(found.taken[row, query]) == (len(real) > 1)  # one child is no choice
+        led = int(choices[row, query, level]) == child  # where the choice was padding the policy decided
+        assert bool(found.taken[row, query]) == (len(real) > 1 and led)  # one child is no choice
         scores = torch.stack([(q[row, query] * tree.keys[row, r]).sum(dim=1) * WIDTH**-0.5 for r in real])
         expected = scores.log_softmax(dim=0)[real.index(group[child])].mean()
         assert found.log_prob[row, query].item() == pytest.approx(expected.item(), abs=1e-12)
@@ -72,7 +76,7 @@ def test_the_heads_are_asked_at_the_decision_a_detour_changed(n: int, branch: in
 def test_a_tree_of_one_level_has_no_detours() -> None:
     tree = a_tree(3, 4)
     path = torch.zeros(2, 5, dtype=torch.int64)
-    assert find_detours(torch.ones(2, 5, HEADS, WIDTH), tree, path, torch.zeros(2, 5, 0), 1.0) is None
+    assert find_detours(torch.ones(2, 5, HEADS, WIDTH), tree, path, path[..., None][..., :0], 1.0) is None
 
 
 def test_a_detour_is_imitated_as_far_as_it_reads_what_all_leaves_read() -> None:
@@ -99,22 +103,23 @@ def test_detours_lead_out_of_a_wrong_turn_the_heads_are_certain_of(certain: int)
     start = torch.zeros(1, plan.nodes, HEADS, 1)
     start[0, 1, :certain], start[0, 0, certain:] = 37.0, 37.0
 
-    def push(detour: bool, noise: float) -> Tensor:
+    def push(noise: float, choice: int = -1) -> Tensor:
         """What a step would add to the scores of the left child, head by head."""
         keys, zero = start.clone().requires_grad_(), torch.zeros(1, 1)
         q, given = torch.ones(1, 1, HEADS, 1), torch.full((1, 1, 1), noise)
-        found = tree_attention(q, keys, keys, plan, None, given, "reference")
+        choices = torch.full((1, 1, 1), choice)
+        found = tree_attention(q, keys, keys, plan, None, given, choices, "reference")
         reward = -2.3 * found.path.float()  # block 0 is the left one
         tree = Tree(plan, start[..., 0], None, keys, keys)
-        detours = find_detours(q, tree, found.path, given, 1.0) if detour else None
+        detours = find_detours(q, tree, found.path, choices, 1.0) if choice >= 0 else None
         config = ObjectiveConfig(detours=0.5)
         loss = three_term_loss(config, zero, zero, found.log_prob, zero, reward, zero, detours=detours)
         loss.total.backward()
         assert keys.grad is not None
         return -keys.grad[0, 0, :, 0]
 
-    assert all(push(False, noise).abs().max() < 1e-6 for noise in (0.1, 0.9))
-    assert push(True, 2.0)[:certain].min() > 0.2 and push(True, 3.0).abs().max() < 1e-6
+    assert all(push(noise).abs().max() < 1e-6 for noise in (0.1, 0.9))
+    assert push(0.9, 0)[:certain].min() > 0.2 and push(0.9, 1).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("detours", "lambda_rl", "made"), [(0.5, 1.0, True), (0.0, 1.0, False), (0.5, 0.0, False)])
@@ -122,9 +127,9 @@ def test_a_model_makes_detours_where_its_search_is_trained(detours: float, lambd
     objective = ObjectiveConfig(detours=detours, lambda_rl=lambda_rl)
     model = ReTreever(dim_x=1, dim_y=1, dim=16, heads=2, layers=1, hidden=16, objective=objective)
     data = Batch(*(torch.rand(3, n, 1, generator=torch.Generator().manual_seed(n)) for n in (16, 16, 9, 9)))
-    noise = model.noise_for(data, torch.Generator().manual_seed(0))
-    assert bool((noise >= 2).any()) == made
-    model.loss(data, noise).total.backward()
+    draws = model.draws_for(data, torch.Generator().manual_seed(0))
+    assert (draws.choices is not None) == made and draws.noise.shape == (3, 9, 3)
+    model.loss(data, draws).total.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -136,5 +141,5 @@ def test_a_detour_counts_as_far_as_the_search_has_come_by_itself(gate: Gate, kno
     model = ReTreever(dim_x=1, dim_y=1, dim=16, heads=2, layers=1, hidden=16, head="categorical", outputs=5,
                       objective=ObjectiveConfig(gate=gate, detours=0.5))  # fmt: skip
     leaves, blind = torch.full((2, 3), 0.0), torch.full((2, 3), math.log(5))
-    search, weight = model._gates(leaves if knows else blind, leaves, None)
+    search, weight = model._gates(leaves if knows else blind, leaves, None, None)
     assert float(search) == 1.0 and float(torch.as_tensor(weight).mean()) == imitated

@@ -17,7 +17,7 @@ from retreever.models.perceiver_io import PerceiverIO
 from retreever.models.retreever import ReTreever, ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
-from retreever.ops.api import full_attention, tree_attention
+from retreever.ops.search.api import full_attention, tree_attention
 from retreever.tree.order import leaf_order
 from retreever.tree.plan import TreePlan
 
@@ -119,9 +119,9 @@ CALL += [
     (lambda: tca(query, TreeCrossAttention(16, 2).build(context)), "keys", "h=4, e=4", "2, 8)"),
     (lambda: tca(query, tree, noise[..., :1]), "noise", "shape (b=2, m=3, depth=3)", "(2, 3, 1)"),
     (lambda: tca(query, tree, noise.long()), "noise", "a floating point dtype", "torch.int64"),
-    (lambda: tca(query, tree, meta(noise)), "noise", "the device of q (cpu)", "meta"),
+    (lambda: tca(query, tree, meta(noise)), "noise", "the device of query (cpu)", "meta"),
     (lambda: tca(query, tree, [0.5]), "noise", "a tensor of shape (b, m, depth)", "list"),
-    (lambda: tca(query, tree, noise * torch.nan), "noise", "finite values", "18"),
+    (lambda: tca(query, tree, noise * torch.nan), "noise", "uniforms in [0, 1)", "numbers from nan to nan"),
 ]
 OPERATORS: list[Case] = [
     (lambda: TreePlan(0), "n", "an int >= 1", "0"),

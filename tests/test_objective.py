@@ -25,7 +25,7 @@ from retreever.objective import (
     reward_of,
     three_term_loss,
 )
-from retreever.ops.api import TreeAttention, tree_attention
+from retreever.ops.search.api import TreeAttention, tree_attention
 from retreever.tree.plan import TreePlan
 
 HEADS, WIDTH, CLASSES, SAMPLES = 2, 3, 4, 100_000

@@ -7,11 +7,23 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-CHECKED = ["attention", "batch", "detours", "models", "nn", "objective", "ops.reference", "results", "tasks", "tree"]
+CHECKED = [
+    "attention",
+    "batch",
+    "detours",
+    "models",
+    "nn",
+    "objective",
+    "ops.attention.reference",
+    "ops.search.reference",
+    "results",
+    "tasks",
+    "tree",
+]
 AGAIN = [
     "test_detours.py",
     "models/test_models.py",
-    "ops/test_policy.py",
+    "ops/search/test_policy.py",
     "tree/test_selected.py",
     "tree/test_layout.py",
 ]

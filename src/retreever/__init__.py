@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from retreever.attention import CrossAttention, TreeCrossAttention
     from retreever.batch import Batch, collate
     from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
+    from retreever.explanation import explain
     from retreever.models.perceiver_io import PerceiverIO
     from retreever.models.random import RandomGuess
     from retreever.models.retreever import ReTreever
     from retreever.models.transformer_ca import TransformerCA
     from retreever.objective import Loss, ObjectiveConfig
-    from retreever.ops.api import full_attention, tree_attention
+    from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
-    from retreever.report.explain import explain
     from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
@@ -56,14 +56,14 @@ _HOME = {
     "attention": ("CrossAttention", "TreeCrossAttention"),
     "batch": ("Batch", "collate"),
     "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
+    "explanation": ("explain",),
     "models.perceiver_io": ("PerceiverIO",),
     "models.random": ("RandomGuess",),
     "models.retreever": ("ReTreever",),
     "models.transformer_ca": ("TransformerCA",),
     "objective": ("Loss", "ObjectiveConfig"),
-    "ops.api": ("full_attention", "tree_attention"),
+    "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
-    "report.explain": ("explain",),
     "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),

@@ -4,27 +4,22 @@ Both work in two steps, because a context is prepared once and queried often:
 
     memory = module.build(context, mask)    # keys and values, or a tree
     result = module(query, memory)          # as often as wanted; result.output is (b, m, dim)
+
+Both steps check what they are given; `check=False` skips that, for models that have checked their inputs already.
 """
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
-from retreever.checks import (
-    check_any_real,
-    check_finite,
-    check_float,
-    check_mask,
-    check_same,
-    check_tensor,
-    values_readable,
-)
+from retreever.attention_inputs import check_context, check_query, check_search
 from retreever.nn.blocks import AttentionBlock, Residual
 from retreever.nn.multihead import copy_multihead, multihead_arguments
-from retreever.ops.api import IMPLS, Impl, TreeAttention, full_attention, tree_attention
+from retreever.ops.backend import Impl
+from retreever.ops.search.api import TreeAttention, read_leaves, search
 from retreever.results import (
     RETRIEVALS,
     CrossAttentionResult,
@@ -34,6 +29,12 @@ from retreever.results import (
 )
 from retreever.tree.aggregate import Aggregator, make_aggregator
 from retreever.tree.build import Tree, build_nodes
+
+Query = Float[Tensor, "b m d"]
+Context = Float[Tensor, "b n c"]
+Mask = Bool[Tensor, "b n"] | None
+Noise = Float[Tensor, "b m depth"] | None
+Choices = Int[Tensor, "b m depth"] | None
 
 
 class CrossAttention(nn.Module):
@@ -47,6 +48,7 @@ class CrossAttention(nn.Module):
         residual: see `AttentionBlock`; "none" with `hidden=0` is bare multi-head attention.
         dropout: on attention weights and feed-forward.
         bias: of the query, key and value projections.
+        impl: backend of the attention.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class CrossAttention(nn.Module):
         residual: Residual = "pre",
         dropout: float = 0.0,
         bias: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias)
+        self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
 
     @classmethod
     def from_multihead(cls, attention: nn.MultiheadAttention) -> CrossAttention:
@@ -70,29 +73,24 @@ class CrossAttention(nn.Module):
         copy_multihead(attention, module.block)
         return module.train(attention.training)
 
-    def build(self, context: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> KeyValues:
-        """Project `context` once, to be queried often. `mask` is True where a token is real."""
-        check_tensor("context", context, "b n c", c=self.block.to_kv.in_features)
-        _check_like_weights("context", context, self.block)
-        if context.shape[1] == 0:
-            reject("context", "at least one token", tuple(context.shape))
-        if mask is not None:
-            check_mask("mask", mask, "b n", b=context.shape[0], n=context.shape[1])
-            check_same("mask", mask, "context", context, dtype=False)
-            check_any_real("mask", mask)
-            context = context.masked_fill(~mask[..., None], 0)  # NaN in padding must not spread: 0 * NaN is NaN
-        check_finite("context", context)
+    def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> KeyValues:
+        """Project `context` once, to be queried often. `mask` is True where a token is real.
+
+        With `check=False` padding must hold finite numbers.
+        """
+        if check:
+            check_context(self, self.block, context, mask)
+            if mask is not None:  # NaN in padding must not spread: 0 * NaN is NaN
+                context = context.masked_fill(~mask[..., None], 0)
         return KeyValues(*self.block.key_values(context), mask)
 
     def forward(
-        self,
-        query: Float[Tensor, "b m d"],
-        context: KeyValues | Float[Tensor, "b n c"],
-        mask: Bool[Tensor, "b n"] | None = None,
+        self, query: Query, context: KeyValues | Context, mask: Mask = None, *, check: bool = True
     ) -> CrossAttentionResult:
         """Attend from `query` to `context`, prepared by `build` or as plain tokens with their mask."""
-        memory = context if isinstance(context, KeyValues) else self.build(context, mask)
-        _check_query(query, memory.keys, self.block)
+        memory = context if isinstance(context, KeyValues) else self.build(context, mask, check=check)
+        if check:
+            check_query(self, self.block, query, memory.keys)
         normed, q = self.block.start(query)
         attended = self.block.attend(q.to(memory.keys.dtype), memory.keys, memory.values, memory.mask)
         return CrossAttentionResult(self.block.finish(query, normed, attended), tokens=memory.keys.shape[1])
@@ -116,7 +114,7 @@ class TreeCrossAttention(nn.Module):
         residual: see `AttentionBlock`; "none" with `hidden=0` is bare attention.
         dropout: on feed-forward and aggregator; the attention itself has none, since it is also the policy.
         bias: of the query, key and value projections.
-        impl: backend of the operator.
+        impl: which kernels run; "reference" runs none.
     """
 
     def __init__(
@@ -138,14 +136,13 @@ class TreeCrossAttention(nn.Module):
         super().__init__()
         check_int("branch", branch, 2)
         check_choice("retrieval", retrieval, RETRIEVALS)
-        check_choice("impl", impl, IMPLS)
         check_bool("detach", detach)
-        self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias)
+        self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
         width = dim if kdim is None else kdim
         if aggregator == "transformer" and width % heads:
             reject("heads", f"a divisor of kdim={width}, for the transformer aggregator", heads)
         inner: Residual = "normalised" if residual == "doubled" else "pre" if residual == "none" else residual
-        self.aggregator = make_aggregator(aggregator, width, heads, hidden or 2 * width, inner, dropout)
+        self.aggregator = make_aggregator(aggregator, width, heads, hidden or 2 * width, inner, dropout, impl)
         self.branch, self.detach, self.retrieval, self.impl = branch, detach, retrieval, impl
 
     @classmethod
@@ -160,85 +157,89 @@ class TreeCrossAttention(nn.Module):
         copy_multihead(attention, module.block)
         return module.train(attention.training)
 
-    def build(self, context: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"] | None = None) -> Tree:
+    def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> Tree:
         """Lay `context`, already in leaf order, on a tree and prepare all nodes once.
 
         `mask` is True where a token is real: the tree is that of the real tokens alone, in their order.
         """
-        check_tensor("context", context, "b n c", c=self.block.to_kv.in_features)
-        _check_like_weights("context", context, self.block)
-        plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach)
+        if check:
+            check_context(self, self.block, context, mask)
+        plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
         return Tree(plan, nodes, node_mask, *self.block.key_values(nodes))
 
     def forward(
         self,
-        query: Float[Tensor, "b m d"],
+        query: Query,
         tree: Tree,
-        noise: Float[Tensor, "b m depth"] | None = None,
+        noise: Noise = None,
+        choices: Choices = None,
         generator: torch.Generator | None = None,
+        *,
+        leaves: bool = False,
+        check: bool = True,
     ) -> TreeCrossAttentionResult:
         """Answer `query` from `tree`.
 
-        In training paths are sampled, by `noise` (uniforms in [0, 1), one per decision; 2 + c takes child c) or fresh
-        ones from `generator`; in evaluation the most likely child is taken unless `noise` is given.
+        Args:
+            query: the queries.
+            tree: made by `build`.
+            noise: uniforms in [0, 1), one per decision, by which paths are sampled. Without it paths are sampled in
+                training and the most likely child is taken in evaluation.
+            choices: the child to take at single decisions; -1 leaves them to the policy.
+            generator: of the noise drawn in training.
+            leaves: search and also read all leaves with the same weights, as training does (`result.leaves`).
+            check: False skips the checks of all arguments.
         """
-        normed, q = self._query_heads(query, tree)
-        if self.retrieval == "full":
-            return self._full_result(query, tree, normed, q)
-        found = self._search(q, tree, noise, generator)
-        return self._result(self.block.finish(query, normed, found.output), found, tree)
-
-    def with_leaves(
-        self,
-        query: Float[Tensor, "b m d"],
-        tree: Tree,
-        noise: Float[Tensor, "b m depth"] | None = None,
-        generator: torch.Generator | None = None,
-    ) -> tuple[TreeCrossAttentionResult, Float[Tensor, "b m d"]]:
-        """The searched result and, for the L_CA term, the output read over all leaves with the same weights."""
-        normed, q = self._query_heads(query, tree)
-        found = self._search(q, tree, noise, generator)
-        leaves = full_attention(q, tree.keys, tree.values, tree.plan, tree.mask)
-        # One pass of the feed-forward for both: they share everything after the attention.
-        both = self.block.finish(
-            torch.cat([query, query]), torch.cat([normed, normed]), torch.cat([found.output, leaves])
-        )
-        searched, over_leaves = both.chunk(2)
-        return self._result(searched, found, tree), over_leaves
-
-    def _query_heads(self, query: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-        if not isinstance(tree, Tree):
-            reject("tree", "a Tree made by build()", type(tree).__name__)
-        check_choice("retrieval", self.retrieval, RETRIEVALS)
-        _check_query(query, tree.keys, self.block)
+        if check:
+            check_choice("retrieval", self.retrieval, RETRIEVALS)
+            check_search(self, self.block, query, tree, noise, choices)
         normed, q = self.block.start(query)
-        return normed, q.to(tree.keys.dtype)  # under autocast the tree may have been made outside, or in another type
+        q = q.to(tree.keys.dtype)  # under autocast the tree may have been made outside, or in another type
+        if self.retrieval == "full" and not leaves:
+            nothing = q.new_zeros(q.shape[:2])
+            found = TreeAttention(self._read_leaves(q, tree), nothing.to(torch.int64), nothing, nothing)
+            return _result(self.block.finish(query, normed, found.output), found, tree, "full")
+        found = self._search(q, tree, noise, choices, generator)
+        if not leaves:
+            return _result(self.block.finish(query, normed, found.output), found, tree, "policy")
+        # One pass of the feed-forward for both: they share everything after the attention.
+        attended = torch.cat([found.output, self._read_leaves(q, tree)])
+        both = self.block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
+        return _result(both[: len(query)], found, tree, "policy", both[len(query) :])
 
-    def _search(self, q: Tensor, tree: Tree, noise: Tensor | None, generator: torch.Generator | None) -> TreeAttention:
+    def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
+        return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
+
+    def _search(
+        self,
+        q: Float[Tensor, "b m h e"],
+        tree: Tree,
+        noise: Noise,
+        choices: Choices,
+        generator: torch.Generator | None,
+    ) -> TreeAttention:
         if noise is None and self.training:
-            shape = (*q.shape[:2], tree.plan.depth)
-            noise = torch.rand(shape, device=q.device, generator=generator)
-        elif isinstance(noise, Tensor) and not noise.is_cuda:
-            _check_uniforms(noise, tree.plan.branch)
-        return tree_attention(q, tree.keys, tree.values, tree.plan, tree.mask, noise, self.impl)
+            noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
+        return search(q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices, self.impl)
 
-    def _full_result(self, query: Tensor, tree: Tree, normed: Tensor, q: Tensor) -> TreeCrossAttentionResult:
-        attended = full_attention(q, tree.keys, tree.values, tree.plan, tree.mask)
-        nothing = q.new_zeros(q.shape[:2])
-        found = TreeAttention(attended, nothing.to(torch.int64), nothing, nothing)
-        return self._result(self.block.finish(query, normed, attended), found, tree, "full")
 
-    @staticmethod
-    def _result(
-        output: Tensor, found: TreeAttention, tree: Tree, retrieval: Retrieval = "policy"
-    ) -> TreeCrossAttentionResult:
-        return TreeCrossAttentionResult(
-            output, found.path, found.log_prob, found.entropy, tree.plan, tree.mask, retrieval
-        )
+def _result(
+    output: Query, found: TreeAttention, tree: Tree, retrieval: Retrieval, leaves: Query | None = None
+) -> TreeCrossAttentionResult:
+    return TreeCrossAttentionResult(
+        output, found.path, found.log_prob, found.entropy, tree.plan, tree.mask, retrieval, leaves
+    )
 
 
 def _readout(
-    dim: int, heads: int, kdim: int | None, hidden: int | None, residual: Residual, dropout: float, bias: bool
+    dim: int,
+    heads: int,
+    kdim: int | None,
+    hidden: int | None,
+    residual: Residual,
+    dropout: float,
+    bias: bool,
+    impl: Impl,
 ) -> AttentionBlock:
     """The block both modules share. The paper's code reads raw keys and values; otherwise the context has its norm."""
     check_bool("bias", bias)
@@ -251,29 +252,5 @@ def _readout(
         context_norm="own" if residual == "pre" else "none",
         dropout=dropout,
         bias=bias,
+        impl=impl,
     )
-
-
-def _check_query(query: Tensor, keys: Tensor, block: AttentionBlock) -> None:
-    check_tensor("query", query, "b m d", b=keys.shape[0], d=block.to_q.in_features)
-    check_same("query", query, "the context", keys, dtype=False)
-    _check_like_weights("query", query, block)
-    check_tensor("keys", keys, "b n h e", h=block.heads, e=block.to_q.out_features // block.heads)
-    if not torch.is_autocast_enabled(query.device.type):
-        check_same("query", query, "the context", keys)
-    if not query.is_cuda:  # reading values there would make every call wait for the device
-        check_finite("query", query)
-
-
-def _check_uniforms(noise: Tensor, branch: int) -> None:
-    if values_readable(noise) and noise.numel() and not bool(((noise >= 0) & (noise < 2 + branch)).all()):
-        check_finite("noise", noise)
-        span = f"numbers from {float(noise.min()):g} to {float(noise.max()):g}"
-        reject("noise", f"uniforms in [0, 1), or 2 + c to take child c of {branch}", span)
-
-
-def _check_like_weights(argument: str, value: Tensor, block: AttentionBlock) -> None:
-    check_float(argument, value)
-    check_same(argument, value, "the weights", block.to_q.weight, dtype=False)
-    if not torch.is_autocast_enabled(value.device.type):
-        check_same(argument, value, "the weights", block.to_q.weight)

@@ -142,11 +142,28 @@ def collate(rows: Sequence[Batch]) -> Batch:
             first, here = getattr(rows[0], name), getattr(row, name)
             if (here.dtype, here.shape[2:]) != (first.dtype, first.shape[2:]):
                 reject(f"rows[{index}].{name}", f"the dtype and width of rows[0] {_kind(first)}", _kind(here))
+        _check_lengths(f"rows[{index}]", row)
     context = [row.context_mask for row in rows]
     target = [row.target_mask for row in rows]
     xc, yc, context_mask = _pad([row.xc for row in rows], [row.yc for row in rows], context)
     xt, yt, target_mask = _pad([row.xt for row in rows], [row.yt for row in rows], target)
     return Batch(xc, yc, xt, yt, context_mask, target_mask, _pad_outputs(rows, xt.shape[1]))
+
+
+def _check_lengths(where: str, row: Batch) -> None:
+    """Points, their values and masks must be as many: padding would make up what is missing."""
+    parts: dict[str, tuple[Tensor | None, Tensor]] = {
+        "yc": (row.yc, row.xc),
+        "context_mask": (row.context_mask, row.xc),
+        "yt": (row.yt, row.xt),
+        "target_mask": (row.target_mask, row.xt),
+        "output_mask": (row.output_mask, row.xt),
+    }
+    for name, (part, points) in parts.items():
+        if part is not None and part.shape[:2] != points.shape[:2]:
+            reject(f"{where}.{name}", f"as many rows and points as x has {tuple(points.shape[:2])}", tuple(part.shape))
+    if row.xt.shape[0] != row.xc.shape[0]:
+        reject(f"{where}.xt", f"as many rows as xc has ({row.xc.shape[0]})", row.xt.shape[0])
 
 
 def _kind(tensor: Tensor) -> str:

@@ -7,7 +7,7 @@ so they are skipped while a graph is being compiled or captured, where reading i
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retreever.arguments import reject
 from retreever.errors import BackendError
@@ -48,6 +48,19 @@ def check_same(argument: str, value: Tensor, other: str, like: Tensor, dtype: bo
         reject(argument, f"the device of {other} ({like.device})", value.device)
     if dtype and value.dtype != like.dtype:
         reject(argument, f"the dtype of {other} ({like.dtype})", value.dtype)
+
+
+def check_like_weights(argument: str, value: Tensor, module: nn.Module) -> None:
+    """`value` must share device and, outside autocast, dtype with the weights of `module`.
+
+    Quantised layers have no parameters: what is left of a module without any is not compared.
+    """
+    weight = next(module.parameters(), None)
+    if weight is None or not weight.dtype.is_floating_point:
+        return
+    check_same(argument, value, "the weights", weight, dtype=False)
+    if value.dtype != weight.dtype and not torch.is_autocast_enabled(value.device.type):
+        check_same(argument, value, "the weights", weight)
 
 
 def values_readable(tensor: Tensor) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -16,12 +17,12 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
-from retreever.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
 from retreever.errors import ConfigError, RetreeverError
-from retreever.experiments.options import Collect, Experiment, Figure, Results, Table
-from retreever.pretrained.options import Evaluate, Pretrained
-from retreever.recipes.options import TrainActivity, TrainCelebA, TrainCopy, TrainEmnist, TrainGP
-from retreever.tasks.data_options import Data
+from retreever.lab.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
+from retreever.lab.data import Data
+from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
+from retreever.lab.pretrained.options import Evaluate, Pretrained
+from retreever.lab.recipes.options import train_commands
 
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 
@@ -40,10 +41,10 @@ class Demo:
     """Replace the files of an earlier demo in the same folder."""
 
     def run(self) -> None:
-        """Do it and print the table."""
+        """Run the demo and print its table."""
         from rich.console import Console
 
-        from retreever.demo import run_demo
+        from retreever.lab.demo import run_demo
 
         table, _ = run_demo(self.out, self.n, self.seed, self.overwrite)
         Console().print(table.to_rich())
@@ -63,7 +64,7 @@ class Bench:
     )
 
     def run(self) -> None:
-        """Do it."""
+        """Run the benchmark asked for."""
         self.what.run()
 
 
@@ -72,27 +73,21 @@ class Doctor:
     """Print versions and devices, and check every backend against the reference."""
 
     def run(self) -> int:
-        """Do it; 1 when something is wrong."""
-        from retreever.doctor import run_doctor
+        """Print the report; 1 when something is wrong."""
+        from retreever.lab.doctor import run_doctor
 
         return run_doctor()
 
 
-@dataclass(frozen=True)
-class Train:
-    """Train models; every run has a folder with settings, metrics, checkpoints and result, and can be resumed."""
+def train_command(words: list[str]) -> Any:
+    """`retreever train`, with the defaults that `words` ask for."""
 
-    what: (
-        Annotated[TrainCopy, named("copy", prefix_name=False)]
-        | Annotated[TrainGP, named("gp", prefix_name=False)]
-        | Annotated[TrainEmnist, named("emnist", prefix_name=False)]
-        | Annotated[TrainCelebA, named("celeba", prefix_name=False)]
-        | Annotated[TrainActivity, named("activity", prefix_name=False)]
-    )
-
-    def run(self) -> None:
-        """Do it."""
+    def run(self: Any) -> None:
         self.what.run()
+
+    about = "Train models; every run has a folder with settings, metrics, checkpoints and result, and can be resumed."
+    space = {"run": run, "__doc__": about}
+    return make_dataclass("Train", [("what", train_commands(words))], namespace=space, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,7 @@ class Version:
     """Print the version."""
 
     def run(self) -> None:
-        """Do it."""
+        """Print it."""
         from retreever.version import __version__
 
         print(__version__)
@@ -108,9 +103,11 @@ class Version:
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `retreever` command; errors the library raises on purpose become one line."""
+    words = sys.argv[1:] if arguments is None else arguments
+    train: Any = train_command(words)
     commands = (
         Annotated[Demo, named("demo")]
-        | Annotated[Train, named("train")]
+        | Annotated[train, named("train")]
         | Annotated[Evaluate, named("eval")]
         | Annotated[Pretrained, named("pretrained")]
         | Annotated[Data, named("data")]
@@ -124,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Version, named("version")]
     )
     try:
-        return _run(commands, arguments)
+        return _run(commands, words)
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return error.status
@@ -141,9 +138,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _run(commands: Any, arguments: list[str] | None) -> int:
+def _run(commands: Any, words: list[str]) -> int:
     try:
-        command = parse(commands, arguments)
+        command = parse(commands, words)
         if not isinstance(command, Bench):  # those measure the machine as it was set up
             wait_briefly()
         return command.run() or 0
@@ -161,9 +158,8 @@ def wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def parse(commands: Any, arguments: list[str] | None) -> Any:
-    """The command that `arguments` ask for; what is wrong with them is said in one line."""
-    words = sys.argv[1:] if arguments is None else arguments
+def parse(commands: Any, words: list[str]) -> Any:
+    """The command that `words` ask for; an error in them is one line."""
     if words == ["--version"]:
         words = ["version"]
     check_names(commands, words)
@@ -195,7 +191,7 @@ def _one_line(box: str) -> str:
     lines = [line.strip("╭╮╰╯│|+ ") for line in box.splitlines()[1:]]  # the first is the box's title
     first = list(takewhile(_has_words, dropwhile(lambda line: not _has_words(line), lines)))
     meant = next((line.split()[0] for line in lines if line.startswith("--") and _has_words(line)), "")
-    said = " ".join(first).rstrip(".")
+    said = re.sub(r"^Error parsing [\w.-]*what\.\w+: ", "", " ".join(first).rstrip("."))
     said = said.replace("Could not find valid parse for arguments:", "expected values separated by spaces, got")
     return f"{said}{f' (perhaps {meant})' if meant and f'{meant}:' not in said else ''}; --help tells more"
 

@@ -18,7 +18,7 @@ from retreever.tree.build import Tree
 from retreever.tree.selected import path_nodes
 
 PerQuery = Float[Tensor, "b m"]
-Noise = Float[Tensor, "b m depth"]
+Choices = Int[Tensor, "b m depth"]
 
 
 class Detours(NamedTuple):
@@ -29,37 +29,37 @@ class Detours(NamedTuple):
     weight: PerQuery | float  # 0 to 1: how far they are to count yet
 
 
-def with_detours(noise: Noise, share: float, branch: int, generator: torch.Generator) -> Noise:
-    """Noise by which a `share` of the queries takes a random child at one decision, each as likely as the others."""
-    b, m, depth = noise.shape
-    draws = torch.rand(b, m, 3, generator=generator, device=generator.device).to(noise.device)
-    there, level, child = draws.unsqueeze(2).unbind(3)
-    here = (there < share) & (torch.arange(depth, device=noise.device) == (level * depth).floor())
-    return torch.where(here, 2 + (child * branch).floor(), noise)  # 2 + c takes child c
+def draw_detours(
+    b: int, m: int, depth: int, branch: int, share: float, generator: torch.Generator, device: torch.device
+) -> Choices:
+    """Choices that send a `share` of the queries to a random child at one decision, all equally likely; else -1."""
+    draws = torch.rand(b, m, 3, generator=generator, device=generator.device).to(device)
+    sent, level, child = draws.unsqueeze(2).unbind(3)
+    here = (sent < share) & (torch.arange(depth, device=device) == (level * depth).floor())
+    return torch.where(here, (child * branch).floor(), -1).to(torch.int64)
 
 
 def find_detours(
-    q: Float[Tensor, "b m h e"], tree: Tree, path: Int[Tensor, "b m"], noise: Noise, weight: PerQuery | float
+    q: Float[Tensor, "b m h e"], tree: Tree, path: Int[Tensor, "b m"], choices: Choices, weight: PerQuery | float
 ) -> Detours | None:
-    """The detours in `noise` that led to `path`, and what each head gives the child taken. None in a tree of one level.
+    """The detours in `choices` that led to `path`, and what each head gives the child taken. None without decisions.
 
     Reads the children of one decision per query: O(1) beside the O(log n) of the search.
     """
     if not tree.plan.depth:
         return None
-    sent = noise >= 2
-    taken = sent.any(dim=2)
-    level = sent.to(torch.int8).argmax(dim=2)
-    node = path_nodes(tree.plan, path).gather(2, level[..., None])  # (b, m, 1)
+    level = (choices >= 0).to(torch.int8).argmax(dim=2, keepdim=True)  # (b, m, 1)
+    node = path_nodes(tree.plan, path).gather(2, level)
     child = node % tree.plan.branch  # every level begins at a multiple of it
+    taken = (choices.gather(2, level) == child)[..., 0]  # a choice of padding is not taken
     rows = node - child + torch.arange(tree.plan.branch, device=path.device)  # (b, m, k): it and its siblings
     real = None
     if tree.mask is not None:
         real = tree.mask.gather(1, rows.flatten(1)).view_as(rows)
         rows = torch.where(real, rows, node)  # what padding holds, say NaN, is never read
         taken = taken & (real.sum(dim=2) > 1)  # with one child there was nothing to decide
-    there = child[..., None].expand(-1, -1, -1, q.shape[2])
-    log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, there)
+    index = child[..., None].expand(-1, -1, -1, q.shape[2])
+    log_prob = _head_log_probs(q, tree.keys, rows, real).gather(2, index)
     return Detours(taken, log_prob.mean(dim=(2, 3)), weight)
 
 

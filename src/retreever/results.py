@@ -35,7 +35,10 @@ class CrossAttentionResult:
 
 @dataclass(frozen=True)
 class TreeCrossAttentionResult:
-    """Output of `TreeCrossAttention` and the search behind it; the same in training and in evaluation."""
+    """Output of `TreeCrossAttention` and the search behind it; the same in training and in evaluation.
+
+    `leaves` is the output read over all leaves with the same weights, where that was asked for.
+    """
 
     output: Float[Tensor, "b m d"]
     path: Int[Tensor, "b m"]
@@ -44,6 +47,7 @@ class TreeCrossAttentionResult:
     plan: TreePlan
     node_mask: Bool[Tensor, "b t"] | None
     retrieval: Retrieval
+    leaves: Float[Tensor, "b m d"] | None = None
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from retreever import Batch, ObjectiveConfig, PerceiverIO, ReTreever, TransformerCA, collate
+from retreever.models.retreever import Draws
 from retreever.nn.encoders import ENCODERS
 from retreever.nn.heads import HEADS
 from retreever.objective import Gate
@@ -174,8 +175,8 @@ def test_masked_targets_do_not_count(kind: type[nn.Module]) -> None:
     module, data, noise = model(kind), batch(), torch.rand(3, 8, 3)
     xt, yt = (nn.functional.pad(part, (0, 0, 0, 3)) for part in (data.xt, data.yt))
     wider = dataclasses.replace(data, xt=xt, yt=yt, target_mask=(torch.arange(8) < 5).expand(3, 8))
-    few, many = ({"noise": noise[:, :5]}, {"noise": noise}) if kind is ReTreever else ({}, {})
-    pairs = zip(module.loss(data, **few), module.loss(wider, **many), strict=True)
+    few, many = ((Draws(noise[:, :5]),), (Draws(noise),)) if kind is ReTreever else ((), ())
+    pairs = zip(module.loss(data, *few), module.loss(wider, *many), strict=True)
     assert all(gap(one, two) <= 1e-6 for one, two in pairs)
 
 
@@ -310,8 +311,8 @@ def test_double_precision_agrees(kind: type[nn.Module]) -> None:
 def test_the_search_waits_for_the_leaves_where_predictions_are_classes(head: str, gate: Gate, silent: bool) -> None:
     """At chance only the leaves are trained: the aggregator, which nothing but the search uses, gets no gradient."""
     module = model(ReTreever, head=head, objective=ObjectiveConfig(gate=gate))
-    module.mean_over_processes = lambda mean: mean + 10  # as if other processes were worse than chance
-    module.loss(batch(head=head)).total.backward()
+    # As if other processes were worse than chance.
+    module.loss(batch(head=head), mean=lambda mean: mean + 10).total.backward()
     assert all(not p.grad.any() for p in module.attention.aggregator.parameters()) is silent
 
 
@@ -324,6 +325,6 @@ def test_a_reward_may_be_of_any_type(dtype: torch.dtype) -> None:
 
 def test_the_terms_make_up_the_loss() -> None:
     module, data = model(ReTreever, objective=ObjectiveConfig(detours=0.5)), batch()
-    loss = module.loss(data, module.noise_for(data, torch.Generator().manual_seed(0)))
+    loss = module.loss(data, module.draws_for(data, torch.Generator().manual_seed(0)))
     assert loss.detours.item() != 0
     assert loss.total.item() == pytest.approx(float(loss.task + loss.policy + loss.leaves + loss.detours), rel=1e-5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retreever import Batch, ObjectiveConfig, ReTreever, TransformerCA, TreeCrossAttention
-from retreever.models.retreever import ReTreeverConfig
+from retreever.models.retreever import Draws, ReTreeverConfig
 
 COPY = {"inputs": "sequence", "dim_y": 12, "head": "categorical", "encoder": "identity"}
 SETTINGS = {"gp": {}, "celeba": {"dim_x": 2, "dim_y": 3}, "emnist": {"dim_x": 2, "dim_y": 1}, "copy": COPY}
@@ -130,7 +130,7 @@ def test_the_policy_term_by_hand() -> None:
     symbols = torch.randint(2, 12, (3, 8), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(8.0)[None, :, None].expand(3, 8, 1)
     data, noise = Batch(positions, symbols, positions, symbols.flip(1)), torch.rand(3, 8, 2)
-    loss = module.loss(data, noise)
+    loss = module.loss(data, Draws(noise))
     found = module.search(module.encode(data.xc, data.yc), data.xt, noise)
     reward = module.head(found.output).log_prob(data.yt).detach()
     policy = -(found.log_prob * (reward + math.log(12))).mean() - 0.01 * (found.entropy / 2).mean()

@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 
 from retreever import TransformerCA
+from retreever.data import celeba_files
+from retreever.data.celeba_files import read_partition
 from retreever.errors import BackendError, DataError, InputError
-from retreever.tasks import celeba_files
 from retreever.tasks.celeba import CelebATask
-from retreever.tasks.celeba_files import read_partition
 from retreever.train.engine import Task
 
 REAL = Path(__file__).parents[3] / "shared/data/celeba"

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from retreever.errors import RetreeverError
-from retreever.recipes.copy import CopySettings
-from retreever.recipes.gp import GPSettings
-from retreever.recipes.settings import Settings
+from retreever.lab.recipes.recipe import Recipe, make_recipe
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.engine import Trainer
 from retreever.train.run import RunFolder
@@ -22,9 +20,9 @@ pytestmark = pytest.mark.gpu
 BRIEF: dict[str, Any] = {
     "steps": 60, "batch": 8, "warmup": 4, "evaluate_every": 25, "save_every": 10, "deterministic": True,
 }  # fmt: skip
-COPY = CopySettings(n=32, **BRIEF)
-GP = GPSettings(layers=2, dropout=0.1, **BRIEF)
-both = pytest.mark.parametrize("settings", [COPY, GP, replace(GP, sizes="batch")], ids=["copy", "gp", "gp-rooms"])
+COPY = make_recipe("copy", n=32, **BRIEF)
+GP = make_recipe("gp", layers=2, dropout=0.1, **BRIEF)
+both = pytest.mark.parametrize("recipe", [COPY, GP, GP.changed(sizes="batch")], ids=["copy", "gp", "gp-rooms"])
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +30,9 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def a_trainer(settings: Settings) -> Trainer:
+def a_trainer(recipe: Recipe) -> Trainer:
     torch.manual_seed(7)
-    return Trainer(settings.make_model(), settings.make_task(None), settings.train_config(), "cuda")
+    return Trainer(recipe.make_model(), recipe.task.make(None), recipe.train, "cuda")
 
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:
@@ -57,42 +55,42 @@ class Killed(Exception):
 
 
 @both
-def test_resumed_runs_have_the_bits_of_uninterrupted_ones(settings: Settings, tmp_path: Path) -> None:
+def test_resumed_runs_have_the_bits_of_uninterrupted_ones(recipe: Recipe, tmp_path: Path) -> None:
     whole, broken = folder(tmp_path / "whole"), folder(tmp_path / "broken")
-    train_in(whole, a_trainer(settings))
+    train_in(whole, a_trainer(recipe))
 
     def kill(progress: Any) -> None:
         if progress.step == 40:
             raise Killed
 
     with pytest.raises(Killed):
-        train_in(broken, a_trainer(settings), kill)
+        train_in(broken, a_trainer(recipe), kill)
     torch.rand(13, device="cuda")
-    train_in(broken, a_trainer(settings))
+    train_in(broken, a_trainer(recipe))
     assert_same(whole, broken)
 
 
 @both
-def test_in_company_a_run_has_the_bits_it_has_alone(settings: Settings, tmp_path: Path) -> None:
+def test_in_company_a_run_has_the_bits_it_has_alone(recipe: Recipe, tmp_path: Path) -> None:
     seeds = (0, 1, 2)
-    runs = [Run(folder(tmp_path / f"together{seed}"), a_trainer(replace(settings, seed=seed))) for seed in seeds]
+    runs = [Run(folder(tmp_path / f"together{seed}"), a_trainer(recipe.changed(seed=seed))) for seed in seeds]
     train_together(runs)
     for seed, run in zip(seeds, runs, strict=True):
         alone = folder(tmp_path / f"alone{seed}")
-        train_in(alone, a_trainer(replace(settings, seed=seed)))
+        train_in(alone, a_trainer(recipe.changed(seed=seed)))
         assert_same(run.folder, alone)
 
 
 @both
-def test_a_graph_learns_as_separate_kernels_do(settings: Settings) -> None:
+def test_a_graph_learns_as_separate_kernels_do(recipe: Recipe) -> None:
     metrics = []
     for graph in (True, False):
-        trainer = a_trainer(replace(settings, graph=graph, steps=200, evaluate_every=200, deterministic=False))
+        trainer = a_trainer(recipe.changed(graph=graph, steps=200, evaluate_every=200, deterministic=False))
         assert trainer.graphed is graph
         while not trainer.done:
             trainer.advance()
         metrics.append(trainer.history[-1].metric)
-    assert abs(metrics[0] - metrics[1]) < (10 if settings.task == "copy" else 0.3)
+    assert abs(metrics[0] - metrics[1]) < (10 if recipe.task.name == "copy" else 0.3)
 
 
 def test_a_loss_that_is_no_number_is_named_with_its_step() -> None:

@@ -17,8 +17,7 @@ import torch
 
 from retreever.cli import main
 from retreever.errors import CheckpointError, ConfigError
-from retreever.recipes.build import copy_model
-from retreever.recipes.copy import CopySettings
+from retreever.lab.recipes.recipe import Recipe, make_recipe
 from retreever.tasks.copy import CopyTask
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.engine import Trainer
@@ -26,7 +25,8 @@ from retreever.train.resume import resume_from, save
 from retreever.train.run import RunFolder
 from retreever.train.together import Stopped, train_in
 
-SETTINGS = CopySettings(n=8, steps=24, batch=4, warmup=4, evaluate_every=5, save_every=3, dropout=0.1)
+BRIEF = {"steps": 24, "batch": 4, "warmup": 4, "evaluate_every": 5, "save_every": 3}
+RECIPE = make_recipe("copy", n=8, dropout=0.1, **BRIEF)
 ARGUMENTS = [
     "train", "copy", "--n", "8", "--steps", "40", "--batch", "4", "--warmup", "4", "--evaluate-every", "8",
     "--save-every", "3",
@@ -34,9 +34,9 @@ ARGUMENTS = [
 NAME = "copy-8-tca-seed0"
 
 
-def a_trainer(settings: CopySettings = SETTINGS) -> Trainer:
+def a_trainer(recipe: Recipe = RECIPE) -> Trainer:
     torch.manual_seed(7)
-    return Trainer(copy_model(settings), CopyTask(settings.n), settings.train_config())
+    return Trainer(recipe.make_model(), CopyTask(8), recipe.train)
 
 
 def bits(folder: RunFolder) -> tuple[dict[str, Any], list[Any]]:
@@ -118,7 +118,7 @@ def test_best_weights_are_kept(uninterrupted: RunFolder) -> None:
 def test_weights_of_another_model_are_refused_by_key(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     save(folder, a_trainer())
-    other = CopySettings(n=8, model="ca", steps=24, batch=4)
+    other = RECIPE.changed(model="ca")
     with pytest.raises(CheckpointError, match=r"step-000000000: model\.\S+: expected .*no such tensor"):
         resume_from(folder, a_trainer(other))
 
@@ -148,7 +148,7 @@ def test_existing_runs_and_impossible_options_are_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path / NAME)
-    folder.start(SETTINGS.to_json(), resume=False, overwrite=False)
+    folder.start(RECIPE.to_json(), resume=False, overwrite=False)
     before = (folder.path / "config.json").read_text()
     cases = [
         (["--out", str(tmp_path)], "out: expected a new folder"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,21 @@ import pytest
 import torch
 
 from retreever.errors import RetreeverError
-from retreever.recipes.copy import CopySettings
+from retreever.lab.recipes.recipe import make_recipe
 from retreever.tasks.copy import CopyTask
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.engine import Trainer
 from retreever.train.run import RunFolder
 from retreever.train.together import Run, Stopped, train_in, train_together
 
-SETTINGS = CopySettings(n=8, steps=12, batch=4, warmup=4, evaluate_every=5, save_every=3, dropout=0.1)
+BRIEF = {"steps": 12, "batch": 4, "warmup": 4, "evaluate_every": 5, "save_every": 3}
+RECIPE = make_recipe("copy", n=8, dropout=0.1, **BRIEF)
 
 
 def a_run(folder: Path, seed: int, *watchers: Any, **changes: Any) -> Run:
-    settings = replace(SETTINGS, seed=seed, **changes)
+    recipe = RECIPE.changed(seed=seed, **changes)
     torch.manual_seed(7)
-    trainer = Trainer(settings.make_model(), CopyTask(settings.n), settings.train_config())
+    trainer = Trainer(recipe.make_model(), CopyTask(8), recipe.train)
     return Run(RunFolder(folder / f"seed{seed}"), trainer, watchers)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from retreever.attention import TreeCrossAttention
 from retreever.errors import InputError
 from retreever.tree.aggregate import MeanAggregator, TransformerAggregator, make_aggregator
 from retreever.tree.build import build_nodes
@@ -226,5 +227,6 @@ def test_the_aggregator_is_chosen_by_name() -> None:
     ],
 )
 def test_unusable_contexts_are_refused_by_name(argument: str, context: Tensor, mask: Tensor | None) -> None:
+    """At the border: `TreeCrossAttention.build`; `build_nodes` trusts its callers."""
     with pytest.raises(InputError, match=rf"^{argument}: expected"):
-        build_nodes(context, MeanAggregator(), 2, mask)
+        TreeCrossAttention(DIM, 2, aggregator="mean").build(context, mask)

@@ -14,6 +14,7 @@ from retreever.nn.blocks import RESIDUALS, Residual
 from retreever.nn.embed import PointEmbed, SequenceEmbed
 from retreever.nn.encoders import Encoder, make_encoder
 from retreever.nn.heads import AnyHead, Head, make_head
+from retreever.ops.backend import IMPLS, Impl
 
 Inputs = Literal["points", "sequence"]
 
@@ -36,6 +37,7 @@ class ModelConfig:
         dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
         residual: form of the residual connections.
         max_tokens: longest context of encoders that are tied to positions.
+        impl: which kernels the whole model runs; "auto" takes the fastest there are, "reference" none.
     """
 
     dim_x: int = 1
@@ -51,6 +53,7 @@ class ModelConfig:
     dropout: float = 0.0
     residual: Residual = "pre"
     max_tokens: int = 512
+    impl: Impl = "auto"
 
     def __post_init__(self) -> None:
         for name in ("dim_x", "dim_y", "dim", "heads", "hidden", "max_tokens"):
@@ -60,6 +63,7 @@ class ModelConfig:
         check_number("dropout", self.dropout, below=1.0)
         check_choice("inputs", self.inputs, ("points", "sequence"))
         check_choice("residual", self.residual, RESIDUALS)
+        check_choice("impl", self.impl, IMPLS)
 
     @property
     def out(self) -> int:
@@ -99,10 +103,28 @@ def encoder(config: ModelConfig) -> nn.Module:
         config.heads,
         config.layers,
         config.hidden,
-        "normalised" if config.residual == "doubled" else config.residual,
+        layer_residual(config),
         config.dropout,
         config.max_tokens,
+        config.impl,
     )
+
+
+def layer_residual(config: ModelConfig) -> Residual:
+    """Residuals of encoder layers and plain cross attention: only the paper code's tree attention doubles them."""
+    return "normalised" if config.residual == "doubled" else config.residual
+
+
+def read_out(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of the `CrossAttention` behind an encoder."""
+    return {
+        "dim": config.dim,
+        "heads": config.heads,
+        "hidden": config.hidden,
+        "residual": layer_residual(config),
+        "dropout": config.dropout,
+        "impl": config.impl,
+    }
 
 
 def head(config: ModelConfig) -> AnyHead:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention import TreeCrossAttention
-from retreever.batch import Batch, without_padding
-from retreever.detours import find_detours, with_detours
-from retreever.models.config import ModelConfig, embedding, encoder, head, resolve
-from retreever.models.inputs import check_context, check_queries, take_targets
+from retreever.batch import Batch
+from retreever.detours import Detours, PerQuery, draw_detours, find_detours
+from retreever.models.base import Contexts, Mask, Model, Targets, Values
+from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
+from retreever.models.inputs import check_queries, take_batch
 from retreever.objective import (
     REWARDS,
     Baseline,
@@ -30,12 +31,13 @@ from retreever.objective import (
     reward_of,
     three_term_loss,
 )
-from retreever.ops.api import IMPLS, Impl
-from retreever.results import Retrieval, TreeCrossAttentionResult
+from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
 from retreever.tree.aggregate import AGGREGATORS, Aggregator
 from retreever.tree.build import Tree, plan_for
 from retreever.tree.order import ORDERS, Order, in_order, leaf_order
 from retreever.tree.plan import TreePlan
+
+Mean = Callable[[Tensor], Tensor]  # over all processes that train together
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,6 @@ class ReTreeverConfig(ModelConfig):
         axis: coordinate of the order "axis".
         order_seed: of the orders "random" and "projection".
         retrieval: "policy" searches the tree; "full" reads all leaves with the same weights.
-        impl: backend of the operator.
         objective: the three-term loss.
     """
 
@@ -61,7 +62,6 @@ class ReTreeverConfig(ModelConfig):
     axis: int = 0
     order_seed: int = 0
     retrieval: Retrieval = "policy"
-    impl: Impl = "auto"
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class ReTreeverConfig(ModelConfig):
         check_int("branch", self.branch, 2)
         check_choice("aggregator", self.aggregator, AGGREGATORS)
         check_choice("order", self.order, ORDERS)
-        check_choice("impl", self.impl, IMPLS)
+        check_choice("retrieval", self.retrieval, RETRIEVALS)
         check_int("order_seed", self.order_seed, 0)
         check_bool("detach", self.detach)
         if not isinstance(self.objective, ObjectiveConfig):
@@ -88,32 +88,49 @@ class ReTreeverConfig(ModelConfig):
         return replace(self, detach=True, residual="doubled", objective=objective)
 
 
-class ReTreever(nn.Module):
-    """Encoder, tree, search, head. `reward` may be a name or any function (distribution, truth) -> (b, m).
+class Draws(NamedTuple):
+    """What fixes the paths of a training step: noise for every decision, and single choices made for the policy."""
 
-    `mean_over_processes` is what training among several processes sets: the mean of a tensor over all of them.
+    noise: Float[Tensor, "b m depth"] | None = None
+    choices: Int[Tensor, "b m depth"] | None = None
+
+    def rows(self, which: slice) -> Draws:
+        """Those of some tasks of the batch."""
+        return Draws(*(None if part is None else part[which] for part in self))
+
+
+class ReTreever(Model):
+    """Encoder, tree, search, head.
+
+    Args:
+        config: all settings, or give them as keyword arguments.
+        reward: a name, or any function (distribution, truth) -> (b, m); None takes that of the objective.
+        aggregator: a name, or your own module, as of `TreeCrossAttention`; None takes that of the settings.
     """
 
-    mean_over_processes: Callable[[Tensor], Tensor] = staticmethod(lambda tensor: tensor)
+    config: ReTreeverConfig
+    memory = Tree
 
     def __init__(
-        self, config: ReTreeverConfig | None = None, *, reward: Reward | RewardFunction | None = None, **fields: Any
+        self,
+        config: ReTreeverConfig | None = None,
+        *,
+        reward: Reward | RewardFunction | None = None,
+        aggregator: Aggregator | nn.Module | None = None,
+        **fields: Any,
     ) -> None:
         super().__init__()
+        if isinstance(aggregator, str):
+            fields["aggregator"] = aggregator
         self.config = resolve(ReTreeverConfig, config, fields)
         c = self.config
         self.embed, self.encoder, self.head = embedding(c), encoder(c), head(c)
         self.attention = TreeCrossAttention(
-            c.dim,
-            c.heads,
-            c.branch,
-            hidden=c.hidden,
-            aggregator=c.aggregator,
+            **read_out(c) | {"residual": c.residual},
+            branch=c.branch,
+            aggregator=aggregator if isinstance(aggregator, nn.Module) else c.aggregator,
             detach=c.detach,
             retrieval=c.retrieval,
-            residual=c.residual,
-            dropout=c.dropout,
-            impl=c.impl,
         )
         natural: dict[str, Reward] = {"categorical": "accuracy", "point": "squared-error"}
         default = natural.get(c.head, "log-likelihood")
@@ -121,96 +138,85 @@ class ReTreever(nn.Module):
             check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
 
-    def encode(
-        self,
-        xc: Float[Tensor, "b n dx"],
-        yc: Shaped[Tensor, "b n *dy"],
-        mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Tree:
-        """Order and encode a context and build its tree once; `answer` it as often as wanted."""
-        check_context(self.config, self.attention.block.to_q.weight, xc, yc, mask)
-        tokens = self.embed.context(without_padding(xc, mask), without_padding(yc, mask))
-        if mask is not None or self.config.order != "given":
-            order = self.leaf_order(xc, mask)
-            tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
-        return self.attention.build(self.encoder(tokens, mask), mask)
-
-    def leaf_order(self, xc: Float[Tensor, "b n dx"], mask: Bool[Tensor, "b n"] | None = None) -> Int[Tensor, "b n"]:
+    def leaf_order(self, xc: Contexts, mask: Mask = None) -> Int[Tensor, "b n"]:
         """Which context point comes where on the leaves: token i in leaf order is point [row, i], real ones first."""
         c = self.config
         return leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
 
     def search(
-        self,
-        memory: Tree,
-        xt: Float[Tensor, "b m dx"],
-        noise: Float[Tensor, "b m depth"] | None = None,
+        self, memory: Tree, xt: Targets, noise: Float[Tensor, "b m depth"] | None = None
     ) -> TreeCrossAttentionResult:
         """The search behind the predictions at `xt`: paths, selected nodes, probabilities."""
         if not isinstance(memory, Tree):
             reject("memory", "a Tree made by encode()", type(memory).__name__)
-        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
+        check_queries(self, self.config, xt, memory.keys.shape[0])
         return self.attention(self.embed.query(xt), memory, noise)
 
-    def answer(self, memory: Tree, xt: Float[Tensor, "b m dx"]) -> Distribution:
-        """Predictions at `xt` from a prepared context."""
-        return self.head(self.search(memory, xt).output)
+    def tokens(self, n: int) -> int:
+        """One path and its siblings, or all leaves (the paper's convention)."""
+        return n if self.config.retrieval == "full" else TreePlan(n, self.config.branch).tokens
 
-    def predict(
-        self,
-        xc: Float[Tensor, "b n dx"],
-        yc: Shaped[Tensor, "b n *dy"],
-        xt: Float[Tensor, "b m dx"],
-        mask: Bool[Tensor, "b n"] | None = None,
-    ) -> Distribution:
-        """Predictions at `xt` given context points (xc, yc); `mask` is True where a context point is real."""
-        return self.answer(self.encode(xc, yc, mask), xt)
-
-    def noise_for(self, batch: Batch, generator: torch.Generator) -> Float[Tensor, "b m depth"]:
-        """What fixes the paths of `loss`, detours among them: one number per query and decision."""
-        plan = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask)
-        shape = (*batch.xt.shape[:2], plan.depth)
-        noise = torch.rand(shape, generator=generator, device=generator.device).to(batch.xt.device)
+    def draws_for(self, batch: Batch, generator: torch.Generator) -> Draws:
+        """What fixes the paths of `loss`, detours among them, for the whole batch."""
+        (b, m), device = batch.xt.shape[:2], batch.xt.device
+        depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask).depth
+        noise = torch.rand(b, m, depth, generator=generator, device=generator.device).to(device)
         objective = self.config.objective
         if not (objective.detours and objective.lambda_rl):  # a search that is not trained is not taught by detours
-            return noise
-        return with_detours(noise, objective.detours, self.config.branch, generator)
+            return Draws(noise)
+        return Draws(noise, draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device))
 
-    def loss(self, batch: Batch, noise: Float[Tensor, "b m depth"] | None = None) -> Loss:
+    def loss(self, batch: Batch, draws: Draws | None = None, mean: Mean | None = None) -> Loss:
         """The three-term loss, mean over real targets.
 
-        `noise`, made by `noise_for`, fixes the sampled paths, detours among them; without it paths are sampled afresh
-        and no detours are made.
+        Args:
+            batch: context points and targets.
+            draws: made by `draws_for`, fix the sampled paths, detours among them; without them paths are sampled afresh
+                and no detours are made.
+            mean: of a tensor over all processes that train together.
         """
-        (xt, yt), mask = take_targets(self.config, batch), batch.target_mask
-        memory = self.encode(batch.xc, batch.yc, batch.context_mask)
-        check_queries(self.config, self.attention.block.to_q.weight, xt, memory.keys.shape[0])
-        query = self.embed.query(xt)
-        found, over_leaves = self.attention.with_leaves(query, memory, noise)
-        both = self.head.net(torch.cat([found.output, over_leaves]))
+        batch = take_batch(self, self.config, batch)
+        memory = self._encode(batch.xc, batch.yc, batch.context_mask)
+        query, draws = self.embed.query(batch.xt), draws or Draws()
+        found = self.attention(query, memory, *draws, leaves=True, check=False)
+        both = self.head.net(torch.cat([found.output, found.leaves]))
         dist, full = (self.head.distribution(raw) for raw in both.chunk(2))
-        task, leaves = self.head.loss(dist, yt), self.head.loss(full, yt)
+        task, leaves, mask = self.head.loss(dist, batch.yt), self.head.loss(full, batch.yt), batch.target_mask
         if not self.training:  # what is reported while evaluating is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
-        gate, weight = self._gates(task, leaves, mask)
-        detours = None
-        if self.config.objective.detours and noise is not None:
-            detours = find_detours(self.attention.block.start(query)[1], memory, found.path, noise, weight)
+        gate, weight = self._gates(task, leaves, mask, mean)
         return three_term_loss(
             self.config.objective,
             task=task,
             leaves=leaves,
             log_prob=found.log_prob,
             entropy=found.entropy / max(1, memory.plan.depth),
-            reward=reward_of(self.reward, dist, yt).to(task.dtype),
-            full_reward=reward_of(self.reward, full, yt).to(task.dtype),
+            reward=reward_of(self.reward, dist, batch.yt).to(task.dtype),
+            full_reward=reward_of(self.reward, full, batch.yt).to(task.dtype),
             mask=mask,
             gate=gate,
-            detours=detours,
+            detours=self._detours(query, memory, found, draws, weight),
         )
 
+    def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Tree:
+        tokens = self.embed.context(xc, yc)
+        if mask is not None or self.config.order != "given":
+            order = self.leaf_order(xc, mask)
+            tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
+        return self.attention.build(self.encoder(tokens, mask), mask, check=False)
+
+    def _answer(self, memory: Tree, xt: Targets) -> Distribution:
+        return self.head(self.attention(self.embed.query(xt), memory, check=False).output)
+
+    def _detours(
+        self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, draws: Draws, weight: PerQuery | float
+    ) -> Detours | None:
+        if draws.choices is None:
+            return None
+        return find_detours(self.attention.block.start(query)[1], memory, found.path, draws.choices, weight)
+
     def _gates(
-        self, task: Float[Tensor, "b m"], leaves: Float[Tensor, "b m"], mask: Tensor | None
+        self, task: PerQuery, leaves: PerQuery, mask: Tensor | None, mean: Mean | None
     ) -> tuple[Tensor | float, Tensor | float]:
         """How much the search counts so far, the same in all processes, and how much a detour of each query does.
 
@@ -222,9 +228,5 @@ class ReTreever(nn.Module):
             return 1.0, 1.0
         chance = math.log(self.config.out)
         means = torch.stack([masked_mean(loss.detach(), mask) for loss in (leaves, task)])
-        gate, found = gate_of(self.mean_over_processes(means), chance).unbind()
+        gate, found = gate_of(means if mean is None else mean(means), chance).unbind()
         return gate, found * gate_of(leaves, chance)
-
-    def tokens(self, n: int) -> int:
-        """Tokens each query attends to when the context has `n` (the paper's convention)."""
-        return n if self.config.retrieval == "full" else TreePlan(n, self.config.branch).tokens

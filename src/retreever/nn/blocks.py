@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Literal
 
@@ -12,14 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, check_number, reject
-from retreever.nn.cpu_block import block_fits, finish_rows
-from retreever.nn.dropout import Dropout, drop
-from retreever.nn.fused_attention import attention
-from retreever.nn.fused_block import finish_fused, fits, project_fused
-from retreever.nn.geglu import geglu
-from retreever.nn.layer_norm import LayerNorm
-from retreever.nn.relu_layers import layers_fit, relu_layers
-from retreever.nn.triton_here import triton_installed
+from retreever.ops.attention.api import attention
+from retreever.ops.backend import IMPLS, Impl
 
 Residual = Literal["pre", "normalised", "doubled", "none"]
 RESIDUALS: tuple[Residual, ...] = ("pre", "normalised", "doubled", "none")
@@ -27,17 +20,11 @@ ContextNorm = Literal["none", "shared", "own"]
 CONTEXT_NORMS: tuple[ContextNorm, ...] = ("none", "shared", "own")
 
 
-# Up to this many query-key pairs per row, sums of products beat an attention kernel made for long sequences.
-FEW = 16
-
-
 class MLP(nn.Sequential):
     """`depth` linear layers with an activation between them, for coordinates, values and predictions.
 
-    Those need all their digits: under autocast it stays in full precision. `fused = False` leaves gradients to torch.
+    Those need all their digits: under autocast it stays in full precision.
     """
-
-    fused = True
 
     def __init__(
         self, width_in: int, hidden: int, width_out: int, depth: int, activation: type[nn.Module] = nn.ReLU
@@ -50,43 +37,30 @@ class MLP(nn.Sequential):
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
         if not torch.is_autocast_enabled(x.device.type):
-            if self.fused and self.training and layers_fit(x, layers := list(self)):
-                return relu_layers(x, layers)
             return super().forward(x)  # type: ignore[no-untyped-call]
         with torch.autocast(x.device.type, enabled=False):
             return super().forward(x.float())  # type: ignore[no-untyped-call]
 
 
 class FeedForward(nn.Module):
-    """Gated feed-forward (GEGLU): half of the hidden layer gates the other half.
-
-    `fused = False` leaves all gradients to torch.
-    """
-
-    fused = True
+    """Gated feed-forward (GEGLU): half of the hidden layer gates the other half."""
 
     def __init__(self, dim: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.up = nn.Linear(dim, 2 * hidden)
         self.down = nn.Linear(hidden, dim)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        up = self.up(x)
-        wanted = up.requires_grad and (self.training or not up.is_cpu)
-        if self.fused and wanted and not torch.compiler.is_compiling():
-            gated = geglu(up)
-        else:
-            value, gate = up.chunk(2, dim=-1)
-            gated = value * F.gelu(gate)
-        return self.dropout(self.down(gated))
+        value, gate = self.up(x).chunk(2, dim=-1)
+        return self.dropout(self.down(value * F.gelu(gate)))
 
 
 class AttentionBlock(nn.Module):
     """Norm, multi-head attention, residual, feed-forward. Attention itself may be done elsewhere.
 
     `start` gives the query heads, `key_values` the keys and values of any tokens, `finish` turns attended values into
-    the block's output; `forward` does all three with plain attention between.
+    the block's output; `forward` does all three with attention over all tokens between.
 
     Args:
         dim: width of queries and output.
@@ -98,11 +72,10 @@ class AttentionBlock(nn.Module):
             multi-head attention.
         context_norm: normalise the context with a norm of its "own", the query's ("shared", for self-attention) or
             "none".
-        dropout: on the feed-forward output and on the weights of plain attention.
+        dropout: on the feed-forward output and on the attention weights.
         bias: of the query, key and value projections.
+        impl: backend of the attention.
     """
-
-    fused = True  # on CUDA; False leaves gradients to torch
 
     def __init__(
         self,
@@ -115,18 +88,19 @@ class AttentionBlock(nn.Module):
         context_norm: ContextNorm = "none",
         dropout: float = 0.0,
         bias: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout)
-        kdim = dim if kdim is None else kdim
-        self.heads, self.width, self.residual, self.dropout = heads, dim // heads, residual, dropout
-        self.norm = nn.Identity() if residual == "none" else LayerNorm(dim)
-        self.context_norm = LayerNorm(kdim) if context_norm == "own" else None
+        _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout, impl)
+        self.dim, self.kdim = dim, dim if kdim is None else kdim
+        self.heads, self.width, self.residual, self.dropout, self.impl = heads, dim // heads, residual, dropout, impl
+        self.norm = nn.Identity() if residual == "none" else nn.LayerNorm(dim)
+        self.context_norm = nn.LayerNorm(self.kdim) if context_norm == "own" else None
         self.shared_norm = context_norm == "shared"
         self.to_q = nn.Linear(dim, dim, bias=bias)
-        self.to_kv = nn.Linear(kdim, 2 * dim, bias=bias)
+        self.to_kv = nn.Linear(self.kdim, 2 * dim, bias=bias)
         self.to_out = nn.Linear(dim, dim)
-        self.feed_norm = LayerNorm(dim) if hidden and residual != "none" else nn.Identity()
+        self.feed_norm = nn.LayerNorm(dim) if hidden and residual != "none" else nn.Identity()
         self.feed_forward = FeedForward(dim, hidden, dropout) if hidden else None
 
     def start(self, query: Float[Tensor, "b m d"]) -> tuple[Float[Tensor, "b m d"], Float[Tensor, "b m h e"]]:
@@ -136,19 +110,16 @@ class AttentionBlock(nn.Module):
 
     def key_values(self, context: Float[Tensor, "b t c"]) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]]:
         """Keys and values of `context`: two halves of one tensor, so a node's key and value lie side by side."""
-        norm = self.norm if self.shared_norm else self.context_norm
-        both = norm_linear(context, norm, self.to_kv)
-        keys, values = both.view(*both.shape[:-1], 2, self.heads, self.width).unbind(dim=-3)
-        return keys, values
+        if self.shared_norm:
+            context = self.norm(context)
+        elif self.context_norm is not None:
+            context = self.context_norm(context)
+        return self._split_heads(context)
 
     def finish(
         self, query: Float[Tensor, "b m d"], normed: Float[Tensor, "b m d"], attended: Float[Tensor, "b m h e"]
     ) -> Float[Tensor, "b m d"]:
         """Output projection, residual and feed-forward."""
-        if fits(self, query) or block_fits(self, query):
-            residual = {"pre": query, "normalised": normed}.get(self.residual)
-            finish = finish_fused if query.is_cuda else finish_rows
-            return finish(self, query + normed if residual is None else residual, attended)
         out = self.to_out(attended.flatten(-2))
         if self.residual == "pre":
             out = query + out
@@ -171,56 +142,44 @@ class AttentionBlock(nn.Module):
         values: Float[Tensor, "b n h e"],
         mask: Bool[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b m h e"]:
-        """Plain attention over all tokens that `mask` calls real."""
-        dropout = self.dropout if self.training else 0.0
-        if q.shape[1] * keys.shape[1] <= FEW:
-            return attend_few(q, keys, values, mask, dropout)
-        return attention(q, keys, values, mask, dropout)
+        """Attention over all tokens that `mask` calls real."""
+        return attention(q, keys, values, mask, self.dropout if self.training else 0.0, self.impl)
 
     def forward(
         self,
         query: Float[Tensor, "b m d"],
         context: Float[Tensor, "b n c"],
         mask: Bool[Tensor, "b n"] | None = None,
+        mixer: Float[Tensor, "2 r n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        """The whole block with plain attention from `query` to `context`."""
-        if query is context and self.context_norm is None and self.to_q.bias is None and fits(self, query):
-            normed, q, keys, values = project_fused(self, query)
+        """The whole block, with attention from `query` to `context`, or to the mixtures of it that `mixer` makes."""
+        normed, q = self.start(query)
+        if self.shared_norm and query is context:
+            keys, values = self._split_heads(normed)  # the same norm of the same tokens
         else:
-            normed, q = self.start(query)
             keys, values = self.key_values(context)
+        if mixer is not None:
+            keys, values = (_mix(part, weight, mask) for part, weight in zip((keys, values), mixer, strict=True))
+            mask = None
         return self.finish(query, normed, self.attend(q, keys, values, mask))
 
-
-def norm_linear(x: Float[Tensor, "*b d"], norm: nn.Module | None, linear: nn.Linear) -> Float[Tensor, "*b out"]:
-    """linear(norm(x)); one kernel where no gradient is asked for on CUDA."""
-    if norm is None:
-        return linear(x)
-    quick = x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if quick and isinstance(norm, nn.LayerNorm) and triton_installed():
-        from retreever.nn.norm_linear_kernel import fits, norm_linear_fused
-
-        if fits(x, linear):
-            return norm_linear_fused(x, norm, linear)
-    return linear(norm(x))
+    def _split_heads(self, context: Tensor) -> tuple[Tensor, Tensor]:
+        both = self.to_kv(context)
+        keys, values = both.view(*both.shape[:-1], 2, self.heads, self.width).unbind(dim=-3)
+        return keys, values
 
 
-def attend_few(
-    q: Float[Tensor, "g m h e"],
-    keys: Float[Tensor, "g n h e"],
-    values: Float[Tensor, "g n h e"],
-    mask: Bool[Tensor, "g n"] | None,
-    dropout: float,
-) -> Float[Tensor, "g m h e"]:
-    """Attention of a few queries to a few tokens, for very many groups at once."""
-    scores = (q[:, :, None] * keys[:, None]).sum(dim=-1) * q.shape[-1] ** -0.5  # (g, m, n, h)
-    if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, :, None], -math.inf)
-    weights = drop(scores.softmax(dim=2), dropout)
-    return (weights[..., None] * values[:, None]).sum(dim=2)
+def _mix(
+    part: Float[Tensor, "b n h e"], weight: Float[Tensor, "r n"], mask: Bool[Tensor, "b n"] | None
+) -> Float[Tensor, "b r h e"]:
+    """Mixtures of keys or values over the real tokens."""
+    real = part if mask is None else part.masked_fill(~mask[..., None, None], 0)
+    return torch.einsum("rn,bnhe->brhe", weight, real)
 
 
-def self_attention_block(dim: int, heads: int, hidden: int, residual: Residual, dropout: float) -> AttentionBlock:
+def self_attention_block(
+    dim: int, heads: int, hidden: int, residual: Residual, dropout: float, impl: Impl = "auto"
+) -> AttentionBlock:
     """One transformer layer. With the paper code's residual, keys and values come from the raw input."""
     return AttentionBlock(
         dim,
@@ -229,11 +188,19 @@ def self_attention_block(dim: int, heads: int, hidden: int, residual: Residual, 
         residual=residual,
         context_norm="shared" if residual == "pre" else "none",
         dropout=dropout,
+        impl=impl,
     )
 
 
 def _check_block(
-    dim: int, heads: int, kdim: int | None, hidden: int, residual: str, context_norm: str, dropout: float
+    dim: int,
+    heads: int,
+    kdim: int | None,
+    hidden: int,
+    residual: str,
+    context_norm: str,
+    dropout: float,
+    impl: str,
 ) -> None:
     check_int("dim", dim, 1)
     check_int("heads", heads, 1)
@@ -245,3 +212,4 @@ def _check_block(
     check_choice("residual", residual, RESIDUALS)
     check_choice("context_norm", context_norm, CONTEXT_NORMS)
     check_number("dropout", dropout, below=1.0)
+    check_choice("impl", impl, IMPLS)

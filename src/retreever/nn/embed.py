@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from retreever.nn.blocks import MLP
-from retreever.nn.dropout import Dropout
 
 
 class PointEmbed(nn.Module):
@@ -44,7 +43,7 @@ class SequenceEmbed(nn.Module):
         self.mix_context = MLP(dim, hidden, dim, 3)
         self.mix_query = MLP(dim, hidden, dim, 3)
         self.positions = SinusoidalPositions(dim)
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
 
     def context(self, x: Float[Tensor, "b n 1"], y: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         """Tokens of symbols at positions."""
@@ -60,18 +59,20 @@ class SequenceEmbed(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """Sines in even, cosines in odd dimensions, wavelengths from 2 pi to 10,000 * 2 pi; any position."""
+    """Sines in even, cosines in odd dimensions, wavelengths from 2 pi to 10,000 * 2 pi; any position.
 
-    frequencies: Tensor
+    Frequencies are computed in the dtype of the positions, at least float32: kept ones would lose digits when the model
+    changes its dtype.
+    """
 
     def __init__(self, dim: int, base: float = 10_000.0) -> None:
         super().__init__()
-        half = torch.arange(0, dim, 2, dtype=torch.float32)
-        self.register_buffer("frequencies", torch.exp(half * (-math.log(base) / dim)), persistent=False)
-        self.dim = dim
+        self.dim, self.base = dim, base
 
     def forward(self, x: Float[Tensor, "b n 1"]) -> Float[Tensor, "b n d"]:
-        rows = x[:1] if x.stride(0) == 0 else x  # the same positions in every row of the batch, often
-        angle = rows * self.frequencies
+        rows = x[:1] if x.stride(0) == 0 else x  # often the same positions in every row of the batch
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        half = torch.arange(0, self.dim, 2, dtype=dtype, device=x.device)
+        angle = rows.to(dtype) * torch.exp(half * (-math.log(self.base) / self.dim))
         waves = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)[..., : self.dim]
-        return waves.expand(x.shape[0], -1, -1)
+        return waves.to(x.dtype).expand(x.shape[0], -1, -1)

@@ -14,9 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, reject
-from retreever.nn.blocks import MLP, AttentionBlock, Residual, self_attention_block
-from retreever.nn.dropout import Dropout
-from retreever.nn.layer_norm import LayerNorm
+from retreever.nn.blocks import MLP, Residual, self_attention_block
+from retreever.ops.backend import Impl
 
 Encoder = Literal["identity", "transformer", "linformer", "chordmixer"]
 ENCODERS: tuple[Encoder, ...] = ("identity", "transformer", "linformer", "chordmixer")
@@ -35,10 +34,19 @@ class TransformerEncoder(nn.Module):
     """Self-attention layers."""
 
     def __init__(
-        self, dim: int, heads: int, layers: int, hidden: int, residual: Residual = "pre", dropout: float = 0.0
+        self,
+        dim: int,
+        heads: int,
+        layers: int,
+        hidden: int,
+        residual: Residual = "pre",
+        dropout: float = 0.0,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self_attention_block(dim, heads, hidden, residual, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            self_attention_block(dim, heads, hidden, residual, dropout, impl) for _ in range(layers)
+        )
 
     def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
         for layer in self.layers:
@@ -59,12 +67,15 @@ class LinformerEncoder(nn.Module):
         dropout: float = 0.0,
         rank: int = 32,
         max_tokens: int = 512,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
         check_int("rank", rank, 1)
         check_int("max_tokens", max_tokens, 1)
         self.max_tokens = max_tokens
-        self.layers = nn.ModuleList(self_attention_block(dim, heads, hidden, residual, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            self_attention_block(dim, heads, hidden, residual, dropout, impl) for _ in range(layers)
+        )
         bound = rank**-0.5
         self.mixers = nn.ParameterList(
             nn.Parameter(torch.empty(2, rank, max_tokens).uniform_(-bound, bound)) for _ in range(layers)
@@ -75,13 +86,7 @@ class LinformerEncoder(nn.Module):
         if n > self.max_tokens:
             reject("tokens", f"at most max_tokens={self.max_tokens} tokens", n)
         for layer, mixer in zip(self.layers, self.mixers, strict=True):
-            assert isinstance(layer, AttentionBlock)
-            normed, q = layer.start(tokens)
-            mixed = []
-            for part, weight in zip(layer.key_values(tokens), mixer[:, :, :n].unbind(), strict=True):
-                real = part if mask is None else part.masked_fill(~mask[..., None, None], 0)
-                mixed.append(torch.einsum("rn,bnhe->brhe", weight, real))
-            tokens = layer.finish(tokens, normed, layer.attend(q, *mixed))
+            tokens = layer(tokens, tokens, mask, mixer[:, :, :n])
         return tokens
 
 
@@ -101,9 +106,9 @@ class ChordMixerEncoder(nn.Module):
         width = self.tracks * math.ceil(dim / self.tracks)
         self.into = nn.Linear(dim, width) if width != dim else nn.Identity()
         self.back = nn.Linear(width, dim) if width != dim else nn.Identity()
-        self.norms = nn.ModuleList(LayerNorm(width) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(blocks))
         self.mlps = nn.ModuleList(MLP(width, hidden, width, 2, nn.GELU) for _ in range(blocks))
-        self.dropout = Dropout(dropout)
+        self.dropout = nn.Dropout(dropout)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -134,14 +139,15 @@ def make_encoder(
     residual: Residual,
     dropout: float,
     max_tokens: int,
+    impl: Impl = "auto",
 ) -> nn.Module:
     """The encoder of that name."""
     check_choice("encoder", encoder, ENCODERS)
     check_int("layers", layers, 0)
     if encoder == "transformer":
-        return TransformerEncoder(dim, heads, layers, hidden, residual, dropout)
+        return TransformerEncoder(dim, heads, layers, hidden, residual, dropout, impl)
     if encoder == "linformer":
-        return LinformerEncoder(dim, heads, layers, hidden, residual, dropout, max_tokens=max_tokens)
+        return LinformerEncoder(dim, heads, layers, hidden, residual, dropout, max_tokens=max_tokens, impl=impl)
     if encoder == "chordmixer":
         return ChordMixerEncoder(dim, hidden, dropout, max_tokens=max_tokens)
     return IdentityEncoder()

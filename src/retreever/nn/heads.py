@@ -12,7 +12,6 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from retreever.arguments import check_choice, check_int
 from retreever.nn.blocks import MLP
-from retreever.nn.layer_norm import LayerNorm
 
 Head = Literal["gaussian", "bounded", "categorical", "point"]
 HEADS: tuple[Head, ...] = ("gaussian", "bounded", "categorical", "point")
@@ -110,4 +109,4 @@ def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = Fals
 def _predictor(dim: int, hidden: int, width: int, norm: bool) -> nn.Module:
     """Two linear layers, behind a norm when the features come from a pre-norm residual stream."""
     layers = MLP(dim, hidden, width, 2)
-    return nn.Sequential(LayerNorm(dim), layers) if norm else layers
+    return nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers

@@ -1,1 +1,1 @@
-"""The tree attention operator: one interface, several backends."""
+"""Operators with kernels of their own: one folder each, chosen in one place (`backend`)."""

@@ -1,7 +1,7 @@
 """The card beside trained weights: what they are, what they were trained on, what they score. Free of torch.
 
-Weights are two files: NAME.safetensors, model tensors alone, and NAME.json, the card, with the settings of the recipe
-that build the model and the sha256 that the tensors must have.
+Weights are two files: NAME.safetensors, model tensors alone, and NAME.json, the card, with the settings that build the
+model and the sha256 that the tensors must have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from retreever.arguments import reject
 from retreever.errors import CheckpointError
 from retreever.files import os_errors
 
-FORMAT = 1
+FORMAT = 2
 MAX_BYTES = 2_000_000  # of either file
 TOLERANCE = 1e-3
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -38,7 +38,8 @@ class Card:
         data: what it was trained and tested on.
         terms: of those data.
         license: of the weights.
-        settings: of the recipe, task, model, batch and seed among them; they build the model.
+        model: its kind and settings; they build the model.
+        settings: of the recipe it was trained by, task, model, batch and seed among them.
         steps: trained.
         best_step: after which the weights did best on validation, which are these.
         metric: what is scored; more is better.
@@ -64,6 +65,7 @@ class Card:
     data: str
     terms: str
     license: str
+    model: dict[str, Any]
     settings: dict[str, Any]
     steps: int
     best_step: int

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from retreever.errors import CheckpointError, ConfigError
+from retreever.models.base import Model
+from retreever.models.saved import model_from_json
 from retreever.pretrained.card import MAX_BYTES, Card, read_bytes, read_card, weights_folder
 from retreever.train.checkpoint import check_fits
 
-if TYPE_CHECKING:
-    from retreever.recipes.build import AnyModel
-    from retreever.recipes.settings import Settings
 
-
-def load_pretrained(name: str, folder: str | Path | None = None) -> AnyModel:
+def load_pretrained(name: str, folder: str | Path | None = None) -> Model:
     """A trained model, on the CPU, in evaluation mode: `load_pretrained("gp").predict(xc, yc, xt)`.
 
     Args:
@@ -30,35 +27,27 @@ def load_pretrained(name: str, folder: str | Path | None = None) -> AnyModel:
         InputError: no such name; the message lists those there are.
         CheckpointError: a file is missing, damaged or does not fit; the message names the file and the entry.
     """
-    return load_weights(read_card(name, folder), folder)[1]
+    return load_weights(read_card(name, folder), folder)
 
 
-def load_weights(card: Card, folder: str | Path | None = None) -> tuple[Settings, AnyModel]:
-    """Settings and trained model of a card."""
+def load_weights(card: Card, folder: str | Path | None = None) -> Model:
+    """The trained model of a card."""
     place = weights_folder(folder)
     file = place.joinpath(f"{card.name}.safetensors")
     tensors = _tensors(str(file), read_bytes(file, MAX_BYTES), card)
-    settings, model = _fresh(card, str(place.joinpath(f"{card.name}.json")))
-    module: nn.Module = model
-    check_fits(str(file), tensors, module.state_dict())
-    module.load_state_dict(tensors)
-    module.eval()
-    return settings, model
+    model = _fresh(card, str(place.joinpath(f"{card.name}.json")))
+    check_fits(str(file), tensors, model.state_dict())
+    model.load_state_dict(tensors)
+    return model.eval()
 
 
-def _fresh(card: Card, file: str) -> tuple[Settings, AnyModel]:
-    """The model that the card's settings build, its weights yet to come."""
-    from retreever.recipes.options import RECIPES
-
-    task = card.settings.get("task")
-    if not isinstance(task, str) or task not in RECIPES:
-        raise CheckpointError(f"{file}: settings.task: expected one of {', '.join(RECIPES)}, got {task!r}")
+def _fresh(card: Card, file: str) -> Model:
+    """The model that the card describes, its weights yet to come."""
     try:
-        settings = RECIPES[task].from_json(card.settings)
         with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay theirs
-            return settings, settings.make_model().float()  # whatever the default dtype is
+            return model_from_json(card.model).float()  # whatever the default dtype is
     except (ConfigError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: settings: {error}") from None
+        raise CheckpointError(f"{file}: model: {error}") from None
 
 
 def _tensors(file: str, data: bytes, card: Card) -> dict[str, Tensor]:

@@ -24,9 +24,9 @@ from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
+from retreever.data.activity_file import Recording, find_file, read_rows, recordings_of
 from retreever.errors import DataError
 from retreever.files import os_errors
-from retreever.tasks.activity_file import Recording, find_file, read_rows, recordings_of
 from retreever.tasks.padding import Room, Sizes
 from retreever.tasks.seeds import stream
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from retreever.arguments import check_choice, check_int
+from retreever.data.cache import cached_file
+from retreever.data.celeba_files import Partition, Pixels, Source, decode, find_celeba, fingerprint, read_partition
 from retreever.errors import DataError
 from retreever.files import os_errors
-from retreever.tasks.cache import cached_file
-from retreever.tasks.celeba_files import Partition, Pixels, Source, decode, find_celeba, fingerprint, read_partition
 from retreever.tasks.images import Images, ImageTask
 from retreever.tasks.padding import LAWS, Law
 

@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64, Int64
 from torch import Tensor
 
 from retreever.batch import Batch
-from retreever.tasks.cache import cached_file
+from retreever.data.cache import cached_file
 from retreever.tasks.padding import balanced_sizes
 from retreever.tasks.seeds import stream
 

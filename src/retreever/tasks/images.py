@@ -20,8 +20,8 @@ from torch.distributions import Distribution
 
 from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
+from retreever.data.idx import find_idx, read_labelled
 from retreever.errors import BackendError, DataError
-from retreever.tasks.idx import find_idx, read_labelled
 from retreever.tasks.padding import (
     LAWS,
     Law,

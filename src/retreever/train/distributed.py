@@ -7,10 +7,11 @@ process with the whole batch. The first process evaluates and writes; the others
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from retreever.batch import Batch
 from retreever.errors import ConfigError, RetreeverError
 from retreever.objective import Loss
+from retreever.train.protocols import Draws
 
 PATIENCE = timedelta(minutes=10)
 
@@ -72,22 +74,20 @@ class Ranks:
 class LossOf(nn.Module):
     """A model whose forward pass is its loss, which is what DistributedDataParallel synchronises."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mean: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.mean = model, mean
 
-    def forward(self, batch: Batch, noise: Tensor | None) -> Loss:
-        return self.model.loss(batch) if noise is None else self.model.loss(batch, noise)  # type: ignore[operator]
+    def forward(self, batch: Batch, draws: Draws | None) -> Loss:
+        model: Any = self.model
+        return model.loss(batch) if draws is None else model.loss(batch, draws, self.mean)
 
 
 def synchronised(model: nn.Module, ranks: Ranks) -> nn.Module:
     """`model`'s loss, with gradients averaged over all processes."""
-    loss = LossOf(model)
     if ranks.world == 1:
-        return loss
-    if hasattr(model, "mean_over_processes"):
-        model.mean_over_processes = ranks.mean_of  # type: ignore[assignment]
-    return nn.parallel.DistributedDataParallel(loss)
+        return LossOf(model)
+    return nn.parallel.DistributedDataParallel(LossOf(model, ranks.mean_of))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from retreever.train.score import evaluate
 
 ALONE = Ranks()
 PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data
+CAUSE = "if the data are finite, the learning rate may be too high"
 AHEAD = 50  # steps a GPU may run ahead of the checks of its losses
 
 
@@ -136,10 +137,10 @@ class Trainer:
         """Sample, forward, backward, clip, update."""
         config, mine = self.config, self.ranks.rows(self.config.batch)
         batch = self._batch()
-        noise = self.model.noise_for(batch, self.paths) if isinstance(self.model, Searches) else None
+        draws = self.model.draws_for(batch, self.paths) if isinstance(self.model, Searches) else None
         with numerics(config):
             with autocast(config, self.device):
-                loss: Loss = self.loss_of(batch.rows(mine), None if noise is None else noise[mine])
+                loss: Loss = self.loss_of(batch.rows(mine), None if draws is None else draws.rows(mine))
             self.optimiser.zero_grad(set_to_none=True)
             torch.autograd.backward(loss.total)
             if config.clip:
@@ -205,6 +206,11 @@ def _check_run(model: Model, task: Task, config: TrainConfig, device: str) -> No
         reject("model", "a model", type(model).__name__)
     if isinstance(task, type):
         reject("task", "a task", f"the class {task.__name__}")
+    if not isinstance(task, Task):
+        lacks = next(name for name in ("training", "sample", "validation", "metric") if not hasattr(task, name))
+        reject(
+            "task", "a task with training, sample, validation and metric", f"a {type(task).__name__} without {lacks}"
+        )
     if not any(weight.requires_grad for weight in model.parameters()):
         reject("model", "weights to train", "none that require a gradient")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
@@ -216,10 +222,11 @@ def _check_loss(loss: Loss, step: int) -> None:
     if math.isfinite(loss.total):
         return
     wrong = [f"'{name}' is {value}" for name, value in loss._asdict().items() if not math.isfinite(value)]
-    raise RetreeverError(f"training stopped at step {step}: the loss term {', '.join(wrong[1:] or wrong)}")
+    terms = ", ".join(wrong[1:] or wrong)
+    raise RetreeverError(f"training stopped at step {step}: the loss term {terms}; {CAUSE}")
 
 
 def _in_step(error: InputError, step: int) -> str:
     """What a model refused while it was trained, and when."""
-    cause = "; if the data are finite, the learning rate may be too high" if "expected finite" in str(error) else ""
+    cause = f"; {CAUSE}" if "expected finite" in str(error) else ""
     return f"{error} (training step {step}{cause})"

@@ -10,18 +10,15 @@ from typing import Any
 
 import torch
 
-from retreever.cpu.one_thread import one_thread
 from retreever.train.config import TrainConfig
 from retreever.train.protocols import Model
-
-FEW_WEIGHTS = 2_000_000  # up to here one thread updates all weights more quickly than several
 
 
 def make_optimiser(model: Model, config: TrainConfig, graphed: bool = False) -> torch.optim.AdamW:
     """Adam with decoupled weight decay. In a CUDA graph the learning rate is a tensor, to be filled before a step."""
     device = next(model.parameters()).device
     rate = torch.zeros((), device=device) if graphed else config.lr
-    return _Adam(
+    return torch.optim.AdamW(
         model.parameters(),
         lr=rate,
         betas=config.betas,
@@ -29,22 +26,6 @@ def make_optimiser(model: Model, config: TrainConfig, graphed: bool = False) -> 
         fused=True,
         capturable=graphed,
     )
-
-
-class _Adam(torch.optim.AdamW):
-    """Torch's own, whose fused kernel would wake all threads of a CPU for every single weight."""
-
-    alone = False
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        self.alone = all(w.is_cpu for w in weights) and sum(w.numel() for w in weights) < FEW_WEIGHTS
-
-    def step(self, closure: Any = None) -> Any:
-        """One update."""
-        with one_thread(self.alone):
-            return super().step(closure)
 
 
 def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
@@ -70,6 +51,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def numerics(config: TrainConfig) -> Iterator[None]:
     """Products in TensorFloat32 where wanted, deterministic kernels where wanted; as they were afterwards."""
     matmul, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
@@ -81,7 +63,7 @@ def numerics(config: TrainConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(matmul)
-        torch.use_deterministic_algorithms(deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         memory.fill_uninitialized_memory = fill
 
 

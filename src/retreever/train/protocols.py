@@ -30,24 +30,35 @@ class Model(Protocol):
         ...
 
     def train(self, mode: bool = True) -> Any:
-        """As of `nn.Module`."""
+        """Set the mode, as `nn.Module.train` does."""
         ...
 
     def to(self, device: str) -> Any:
-        """As of `nn.Module`."""
+        """Move to a device, as `nn.Module.to` does."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """As of `nn.Module`."""
+        """All weights, as `nn.Module.parameters` gives them."""
+        ...
+
+
+class Draws(Protocol):
+    """Random numbers that fix the paths of one training step."""
+
+    def rows(self, which: slice) -> Draws:
+        """Those of some tasks of the batch."""
         ...
 
 
 @runtime_checkable
 class Searches(Protocol):
-    """A model that samples paths; the noise is drawn for it, so that a run can be repeated and shared out."""
+    """A model that samples paths; its random numbers are drawn for it, so that a run can be repeated and shared out.
 
-    def noise_for(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Noise for the whole batch."""
+    Its `loss` takes them after the batch, and a function that means a tensor over all processes.
+    """
+
+    def draws_for(self, batch: Batch, generator: torch.Generator) -> Draws:
+        """Draws for the whole batch."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ try:
 except ImportError:  # Windows: two processes in one folder go unnoticed
     fcntl = None  # type: ignore[assignment]
 
+Translate = Callable[[dict[str, Any]], dict[str, Any]]
 _CLAIMED: dict[Path, int] = {}  # open, locked settings of the runs under way in this process
 
 
@@ -41,19 +43,31 @@ class RunFolder:
         """What came out, written at the end."""
         return self.path / "result.json"
 
-    def start(self, config: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        """Make the folder and leave the settings in it; an existing run is refused, resumed or replaced as told."""
+    def start(
+        self, config: dict[str, Any], resume: bool, overwrite: bool, translate: Translate = lambda saved: saved
+    ) -> None:
+        """Make the folder and leave the settings in it; an existing run is refused, resumed or replaced as told.
+
+        `translate` turns settings that an earlier version saved into those of this one, to be compared with `config`.
+        """
         if (self.path / "config.json").exists() and not overwrite:
             if not resume:
                 raise ConfigError(f"out: expected a new folder, got the run {self.path} (--resume or --overwrite)")
-            found = self.config()
+            saved = self.config()
+            found = translate(saved)
             if found != json.loads(json.dumps(config)):
                 keys = sorted(k for k in {*found, *config} if found.get(k) != _plain(config.get(k)))
                 before = ", ".join(f"{key}={found.get(key)}" for key in keys)
                 now = ", ".join(f"{key}={_plain(config.get(key))}" for key in keys)
                 raise ConfigError(f"resume: expected the settings of {self.path}, {before}, got {now}")
-            if not self.result.exists():  # of a finished run there is nothing to go on with
-                self._claim()
+            if self.result.exists():  # of a finished run there is nothing to go on with
+                return
+            if saved.get("format") != config.get("format"):
+                raise ConfigError(
+                    f"resume: expected a run of this version, got {self.path}, begun by an older one, which draws other"
+                    " random numbers; its checkpoints can be scored, and --overwrite begins anew"
+                )
+            self._claim()
             return
         if self.path.exists() and any(self.path.iterdir()):
             if not (self.path / "config.json").exists():

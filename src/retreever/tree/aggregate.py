@@ -1,7 +1,8 @@
 """Aggregators: how a node summarises its children (paper, equation h_v = Agg({h_u : u in C_v})).
 
-Called with all sibling groups of a level at once: children (g, k, d) and mask (g, k), True where a child is real, or
-None when all are. Returns (g, d); a group without real children gives exactly 0. Any module of this form will do.
+Called with all siblings of a level at once: children (g, k, d) and mask (g, k), True where a child is real, or None
+when all are. Returns (g, d), one summary per parent; a parent without real children gets exactly 0. Any module of this
+form will do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from retreever.arguments import check_choice
 from retreever.nn.blocks import Residual, self_attention_block
+from retreever.nn.plain import is_plain, plain_layer
+from retreever.ops.aggregate.weights import LayerWeights
+from retreever.ops.backend import Impl
 
 Aggregator = Literal["transformer", "mean"]
 AGGREGATORS: tuple[Aggregator, ...] = ("transformer", "mean")
@@ -31,26 +35,35 @@ class MeanAggregator(nn.Module):
 
 
 class TransformerAggregator(nn.Module):
-    """One transformer layer among the children, then their mean: the paper's aggregator, one for all levels.
+    """One transformer layer among the children, then their mean: the paper's aggregator, one for all levels."""
 
-    `fused = False` leaves training to torch, level by level.
-    """
-
-    fused = True
-
-    def __init__(self, dim: int, heads: int, hidden: int, residual: Residual = "pre", dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        hidden: int,
+        residual: Residual = "pre",
+        dropout: float = 0.0,
+        impl: Impl = "auto",
+    ) -> None:
         super().__init__()
-        self.layer = self_attention_block(dim, heads, hidden, residual, dropout)
+        self.layer = self_attention_block(dim, heads, hidden, residual, dropout, impl)
         self.mean = MeanAggregator()
 
     def forward(self, children: Children, mask: ChildMask = None) -> Float[Tensor, "g d"]:
-        # A group of padding alone would have a softmax over nothing: let it attend to itself, then drop the result.
+        # Padding alone would have a softmax over nothing: let it attend to itself, then drop the result.
         visible = None if mask is None else mask | ~mask.any(dim=1, keepdim=True)
         return self.mean(self.layer(children, children, visible), mask)
 
 
 def make_aggregator(
-    aggregator: Aggregator | nn.Module, dim: int, heads: int, hidden: int, residual: Residual, dropout: float
+    aggregator: Aggregator | nn.Module,
+    dim: int,
+    heads: int,
+    hidden: int,
+    residual: Residual,
+    dropout: float,
+    impl: Impl = "auto",
 ) -> nn.Module:
     """The aggregator of that name, or the user's own module as it is."""
     if isinstance(aggregator, nn.Module):
@@ -58,4 +71,14 @@ def make_aggregator(
     check_choice("aggregator", aggregator, AGGREGATORS)
     if aggregator == "mean":
         return MeanAggregator()
-    return TransformerAggregator(dim, heads, hidden, residual, dropout)
+    return TransformerAggregator(dim, heads, hidden, residual, dropout, impl)
+
+
+def plain_weights(aggregator: nn.Module) -> LayerWeights | None:
+    """What a kernel needs to stand for `aggregator`; None unless that is exactly the plain one and draws no dropout."""
+    if not is_plain(aggregator, TransformerAggregator):
+        return None
+    assert isinstance(aggregator, TransformerAggregator)
+    if not is_plain(aggregator.mean, MeanAggregator):
+        return None
+    return plain_layer(aggregator.layer)

@@ -90,10 +90,11 @@ def _flat_value(order: str, x: Coordinates, axis: int, seed: int) -> Float[Tenso
 
 @lru_cache(maxsize=64)
 def _fixed_noise(kind: str, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " size"]:
-    """The same on every device; kept there, since a CUDA graph cannot fetch it."""
+    """The same on every device; kept there, since a CUDA graph cannot fetch it. Never an inference tensor."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.rand(size, generator=generator) if kind == "uniform" else torch.randn(size, generator=generator)
-    return drawn.to(device, dtype)
+    with torch.inference_mode(False), torch.no_grad():
+        drawn = torch.rand(size, generator=generator) if kind == "uniform" else torch.randn(size, generator=generator)
+        return drawn.to(device, dtype)
 
 
 def _masked_last(permutation: Permutation, mask: Tensor | None) -> Permutation:

@@ -1,0 +1,81 @@
+"""What the attention modules accept: checks of context, queries and decisions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from retreever.arguments import reject
+from retreever.checks import (
+    check_any_real,
+    check_finite,
+    check_float,
+    check_like_weights,
+    check_mask,
+    check_same,
+    check_tensor,
+    values_readable,
+)
+from retreever.nn.blocks import AttentionBlock
+from retreever.tree.build import Tree
+
+
+def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> None:
+    """Tokens of the width `block` takes, like the weights of `module`, finite where real, one real token at least."""
+    check_tensor("context", context, "b n c", c=block.kdim)
+    check_float("context", context)
+    check_like_weights("context", context, module)
+    if context.shape[1] == 0:
+        reject("context", "at least one token", tuple(context.shape))
+    if mask is not None:
+        check_mask("mask", mask, "b n", b=context.shape[0], n=context.shape[1])
+        check_same("mask", mask, "context", context, dtype=False)
+        check_any_real("mask", mask)
+    check_finite("context", context, mask)
+
+
+def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: Tensor) -> None:
+    """Queries of the width `block` takes, like the weights of `module` and like the context with `keys`."""
+    check_tensor("query", query, "b m d", b=keys.shape[0], d=block.dim)
+    check_float("query", query)
+    check_like_weights("query", query, module)
+    check_same("query", query, "the context", keys, dtype=False)
+    if query.dtype != keys.dtype and not torch.is_autocast_enabled(query.device.type):
+        check_same("query", query, "the context", keys)
+    check_tensor("keys", keys, "b n h e", h=block.heads, e=block.width)
+    if not query.is_cuda:  # reading values there would make every call wait for the device
+        check_finite("query", query)
+
+
+def check_search(
+    module: nn.Module,
+    block: AttentionBlock,
+    query: Tensor,
+    tree: Tree,
+    noise: Tensor | None,
+    choices: Tensor | None,
+) -> None:
+    """Queries that fit the tree, uniforms and choices for each of their decisions."""
+    if not isinstance(tree, Tree):
+        reject("tree", "a Tree made by build()", type(tree).__name__)
+    check_query(module, block, query, tree.keys)
+    shape = {"b": query.shape[0], "m": query.shape[1], "depth": tree.plan.depth}
+    for name, decisions in (("noise", noise), ("choices", choices)):
+        if decisions is not None:
+            check_tensor(name, decisions, "b m depth", **shape)
+            check_same(name, decisions, "query", query, dtype=False)
+    if noise is not None:
+        check_float("noise", noise)
+        _check_range("noise", "uniforms in [0, 1)", noise, 0, 1)
+    if choices is not None:
+        if choices.dtype != torch.int64:
+            reject("choices", "dtype torch.int64", choices.dtype)
+        branch = tree.plan.branch
+        _check_range("choices", f"children from 0 to {branch - 1}, or -1", choices, -1, branch)
+
+
+def _check_range(argument: str, expected: str, value: Tensor, low: int, stop: int) -> None:
+    if value.is_cuda or not values_readable(value) or not value.numel():
+        return
+    if not bool(((value >= low) & (value < stop)).all()):
+        reject(argument, expected, f"numbers from {float(value.min()):g} to {float(value.max()):g}")

@@ -1,1 +1,0 @@
-"""Kernels and threads for training and searching on a CPU."""

@@ -1,0 +1,1 @@
+"""Files behind the tasks: where they are found, how they are checked, unpacked, fetched and cached."""

@@ -1,0 +1,209 @@
+"""Latency of one call: tree attention against attention over all tokens, Perceiver IO's read-out and plain torch.
+
+Everybody has prepared what depends on the context alone: the tree its nodes' keys and values, the others theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retreever.arguments import check_int
+from retreever.attention import CrossAttention, TreeCrossAttention
+from retreever.lab.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels
+from retreever.lab.bench.options import AttentionBench
+from retreever.lab.bench.paper import paper_rows, paper_table
+from retreever.lab.bench.report import Row, Rows, Run, check_sizes, progress, quantity, timed, times
+from retreever.lab.bench.roof import memory_roof, roof_table
+from retreever.lab.bench.timing import Call, Forecast, Mode, time_together
+from retreever.lab.tables import Cell, Table
+from retreever.ops.search.api import tree_attention
+from retreever.tree.plan import TreePlan
+
+Methods = dict[str, Sequence[Call]]
+MakeMethods = Callable[[int], Methods]  # from the number of queries
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is timed at one level of the library, and how."""
+
+    name: str
+    mode: Mode
+    prepare: Callable[[Run, AttentionBench, TreePlan], MakeMethods]
+
+
+def run_attention(options: AttentionBench) -> None:
+    """The whole benchmark, from options to files."""
+    options = _sizes(options)
+    run = Run.start("attention", options)
+    parts = Part("operator", "auto", operator_methods), Part("module", "eager", module_methods)
+    with torch.inference_mode():
+        rows = [row for part in parts for row in latency_rows(run, options, part)]
+        paper = paper_rows(run)
+        roof = memory_roof(run, sets=options.sets) if run.device.type == "cuda" and not options.quick else None
+    tables = [operator_table(run, options, rows), module_table(run, options, rows), paper_table(run, paper)]
+    tables += [roof_table(roof)] if roof is not None else []
+    summary = {"faster_than_all_tokens": _ratios(rows), "memory_roof": roof}
+    run.publish(rows + paper, tables, partial(draw_latency, rows, run), summary)
+
+
+def latency_rows(run: Run, options: AttentionBench, part: Part) -> Iterator[Row]:
+    """All sizes of one part; calls that would take too long are left out and say so."""
+    forecast = Forecast(options.slowest)
+    for n in options.n:
+        plan = TreePlan(n, 2)
+        make = part.prepare(run, options, plan)
+        for m in options.m:
+            methods = make(m)
+            work = {name: float(m * (n if name == FULL else plan.tokens)) for name in methods}
+            skipped = [name for name in methods if forecast.too_slow(name, work[name])]
+            kept = {name: calls for name, calls in methods.items() if name not in skipped}
+            timings = time_together(kept, run.device, part.mode, run.limits)
+            for name, timing in timings.items():
+                forecast.learn(name, work[name], timing.seconds)
+            where = {"part": part.name, "n": n, "m": m, "tokens": plan.tokens}
+            yield from timed(timings, **where)
+            yield from ({**where, "method": name, "skipped": True} for name in skipped)
+            progress(f"{part.name}, n={n:,}, m={m:,}", timings)
+
+
+def operator_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMethods:
+    """Projected queries over random keys and values: how long a search takes does not depend on what it finds."""
+    h, e = options.heads, options.width
+    # As in a `Tree`: a node's key and value side by side. The rivals get the layout they like best.
+    keys, values = run.randn(1, plan.nodes, 2, h, e).unbind(dim=2)
+    all_keys, all_values = run.randn(1, h, plan.n, e), run.randn(1, h, plan.n, e)
+    few_keys, few_values = run.randn(1, h, plan.tokens, e), run.randn(1, h, plan.tokens, e)
+
+    def make(m: int) -> Methods:
+        queries = [run.randn(1, m, h, e) for _ in range(options.sets)]
+        by_head = [q.transpose(1, 2).contiguous() for q in queries]
+        attend = F.scaled_dot_product_attention
+        return {
+            TREE: [partial(tree_attention, q, keys, values, plan) for q in queries],
+            FULL: [partial(attend, q, all_keys, all_values) for q in by_head],
+            PERCEIVER: [partial(attend, q, few_keys, few_values) for q in by_head],
+            REFERENCE: [partial(tree_attention, q, keys, values, plan, impl="reference") for q in queries],
+        }
+
+    return make
+
+
+def module_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMethods:
+    """The whole modules in evaluation, context prepared. Nodes are plain means: searching them costs the same."""
+    dim = options.heads * options.width
+    tree_module = (
+        TreeCrossAttention(dim, options.heads, plan.branch, aggregator="mean").to(run.device, run.dtype).eval()
+    )
+    full_module = CrossAttention(dim, options.heads).to(run.device, run.dtype).eval()
+    context = run.randn(1, plan.n, dim)
+    tree, key_values = tree_module.build(context), full_module.build(context)
+
+    def make(m: int) -> Methods:
+        queries: list[Tensor] = [run.randn(1, m, dim) for _ in range(options.sets)]
+        return {
+            TREE: [partial(tree_module, query, tree) for query in queries],
+            FULL: [partial(full_module, query, key_values) for query in queries],
+        }
+
+    return make
+
+
+def operator_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
+    """Microseconds of every method, and how much faster the tree is than attention over all tokens."""
+    skipped = any(row.get("skipped") for row in rows)
+    return Table(
+        f"One call, µs: {options.heads} heads of {options.width}, {run.dtype_name}, {run.clock}",
+        ("n", "m", "tokens", "tree", "all tokens (SDPA)", "speed-up", "Perceiver read-out", "tree, plain torch"),
+        tuple(
+            (
+                f"{n:,}",
+                f"{m:,}",
+                TreePlan(n, 2).tokens,
+                _us(found, TREE),
+                _us(found, FULL),
+                times(_ratio(found)),
+                _us(found, PERCEIVER),
+                _us(found, REFERENCE),
+            )
+            for (n, m), found in by_size(rows, "operator").items()
+        ),
+        (run.footer(), *([f"skipped: predicted to take longer than {options.slowest:g} s a call"] if skipped else [])),
+    )
+
+
+def module_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
+    """The modules as a whole."""
+    return Table(
+        f"Module in evaluation, context prepared, µs: width {options.heads * options.width}, {run.dtype_name}, eager",
+        ("n", "m", "TreeCrossAttention", "CrossAttention, keys and values cached", "speed-up"),
+        tuple(
+            (f"{n:,}", f"{m:,}", _us(found, TREE), _us(found, FULL), times(_ratio(found)))
+            for (n, m), found in by_size(rows, "module").items()
+        ),
+    )
+
+
+def draw_latency(rows: Rows, run: Run, file: Path) -> Path:
+    """Operator above, module below, one column per number of queries."""
+    queries = sorted({row["m"] for row in rows})
+    labels = {"operator": f"operator, {run.clock}", "module": "whole module, eager"}
+    return draw_panels(
+        [[_panel(rows, part, m, top=part == "operator") for m in queries] for part in labels],
+        file,
+        f"One call over a prepared context, {run.machine['accelerator'] or run.machine['processor']}, {run.dtype_name}",
+        "seconds",
+        list(labels.values()),
+    )
+
+
+def by_size(rows: Rows, part: str) -> dict[tuple[int, int], dict[str, Row]]:
+    """(n, m) -> method -> row, of one part."""
+    sizes: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in rows:
+        if row["part"] == part:
+            sizes.setdefault((row["n"], row["m"]), {})[row["method"]] = row
+    return sizes
+
+
+def _panel(rows: Rows, part: str, m: int, top: bool) -> Panel:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["part"] == part and row["m"] == m and "us" in row:
+            lines.setdefault(row["method"], []).append((row["n"], 1e-6 * row["us"]))
+    return Panel(f"{m:,} {'query' if m == 1 else 'queries'}" if top else "", lines, (FULL, TREE))
+
+
+def _ratio(found: Mapping[str, Row]) -> float | None:
+    slow, fast = (found.get(name, {}).get("us") for name in (FULL, TREE))
+    return None if slow is None or fast is None else slow / fast
+
+
+def _ratios(rows: Rows) -> list[Row]:
+    return [
+        {"part": part, "n": n, "m": m, "ratio": None if ratio is None else float(f"{ratio:.4g}")}
+        for part in ("operator", "module")
+        for (n, m), found in by_size(rows, part).items()
+        for ratio in [_ratio(found)]
+    ]
+
+
+def _us(found: Mapping[str, Row], method: str) -> Cell:
+    return "skipped" if found[method].get("skipped") else quantity(found[method]["us"])
+
+
+def _sizes(options: AttentionBench) -> AttentionBench:
+    """Checked, and fewer when it has to be quick."""
+    for name in ("heads", "width", "sets"):
+        check_int(name, getattr(options, name), 1)
+    n, m = check_sizes("n", options.n), check_sizes("m", options.m)
+    if options.quick:
+        n, m = tuple(x for x in n if x <= 4096) or n[:1], tuple(x for x in m if x <= 256) or m[:1]
+    return replace(options, n=n, m=m)

@@ -1,0 +1,138 @@
+"""What can be set on the command line. Light on purpose: torch is loaded only once there is work to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+_BY_FOUR = tuple(4**power for power in range(4, 11))  # 256 to 1,048,576
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What all benchmarks share."""
+
+    out: Path = Path("runs/bench")
+    """Folder for <name>-<device>.json, .md and .png."""
+    device: str = "auto"
+    """cpu, cuda or another accelerator; auto takes the accelerator where there is one."""
+    dtype: DType = "auto"
+    """Auto is float32 on a CPU and bfloat16 elsewhere."""
+    samples: int = 101
+    """Timed samples of every method in a row; the median counts."""
+    seconds: float = 4.0
+    """Longest time for one row; slow methods get fewer samples, fast ones keep theirs."""
+    quick: bool = False
+    """A small subset, in seconds."""
+    overwrite: bool = False
+    """Replace the files of an earlier run in the same folder."""
+
+
+@dataclass(frozen=True)
+class AttentionBench(BenchOptions):
+    """Latency of one call against attention over all tokens, Perceiver IO's read-out and plain torch."""
+
+    n: tuple[int, ...] = _BY_FOUR
+    """Context tokens."""
+    m: tuple[int, ...] = (1, 16, 256, 4096)
+    """Queries per call."""
+    heads: int = 4
+    """Attention heads."""
+    width: int = 16
+    """Width of a head."""
+    sets: int = 4
+    """Different queries taken in turn, so that one call's tree nodes are not still in the cache for the next."""
+    slowest: float = 5.0
+    """Calls predicted to take longer than this many seconds are skipped."""
+
+    def run(self) -> None:
+        """Print tables, write JSON, Markdown and a figure."""
+        from retreever.lab.bench.attention import run_attention
+
+        run_attention(self)
+
+
+@dataclass(frozen=True)
+class BuildBench(BenchOptions):
+    """Time to build a tree, beside its bare matrix products."""
+
+    n: tuple[int, ...] = ()
+    """Context tokens; by default 256 to 65,536 on a CPU and to 1,048,576 elsewhere."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Heads of the aggregator."""
+    branch: int = 2
+    """Children per node."""
+
+    def run(self) -> None:
+        """Print tables, write JSON, Markdown and a figure."""
+        from retreever.lab.bench.build import run_build
+
+        run_build(self)
+
+
+@dataclass(frozen=True)
+class MemoryBench(BenchOptions):
+    """Peak memory of one inference call beyond its inputs."""
+
+    n: tuple[int, ...] = _BY_FOUR
+    """Context tokens."""
+    m: tuple[int, ...] = (1, 256)
+    """Queries per call."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads."""
+
+    def run(self) -> None:
+        """Print a table, write JSON, Markdown and a figure."""
+        from retreever.lab.bench.memory import run_memory
+
+        run_memory(self)
+
+
+@dataclass(frozen=True)
+class TrainBench(BenchOptions):
+    """Time of one training step (data, forward, backward, clipping, Adam), with and without each kernel."""
+
+    seconds: float = 30.0
+    """Longest time for one task; slow variants get fewer samples, fast ones keep theirs."""
+    tasks: tuple[Literal["copy", "gp", "emnist", "activity"], ...] = ("copy", "gp", "emnist", "activity")
+    """Tasks; those whose files are absent are left out."""
+    n: int = 0
+    """Length of the sequences of the copy task; by default 64 on a CPU and 256 elsewhere."""
+    batch: int = 0
+    """Examples per step; by default those of the recipe on a GPU, and fewer on a CPU."""
+    compile: bool = False
+    """Also time every variant with its loss compiled by torch.compile; takes minutes."""
+    precision: Literal["fp32", "tf32"] = "tf32"
+    """Of matrix products on a GPU; tf32 is what training uses unless told otherwise."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+
+    def run(self) -> None:
+        """Print a table, write JSON, Markdown and a figure."""
+        from retreever.lab.bench.train import run_train
+
+        run_train(self)
+
+
+@dataclass(frozen=True)
+class DataBench(BenchOptions):
+    """How fast every task makes batches, against the training step of the fastest model; at least 3x is wanted."""
+
+    seconds: float = 30.0
+    """Longest time for one task; slow methods get fewer samples, fast ones keep theirs."""
+    batch: int = 0
+    """Examples per batch; by default those of the task's recipe."""
+    data: Path | None = None
+    """Folder that holds the datasets; tasks whose files are absent are left out."""
+
+    def run(self) -> None:
+        """Print a table, write JSON, Markdown and a figure."""
+        from retreever.lab.bench.data import run_data
+
+        run_data(self)

@@ -1,0 +1,136 @@
+"""The demo: Cross Attention, Perceiver IO and TCA on the copy task, with a table, curves and one search drawn."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retreever.errors import InputError
+from retreever.explanation import explain
+from retreever.files import write_text
+from retreever.lab.bench.machine import machine
+from retreever.lab.figures.retrieval import draw_curves, draw_retrieval
+from retreever.lab.recipes.recipe import make_recipe
+from retreever.lab.tables import Table
+from retreever.models.base import Model
+from retreever.models.retreever import ReTreever
+from retreever.tasks.copy import CopyTask
+from retreever.train.config import TrainConfig
+from retreever.train.engine import fit
+from retreever.train.log import Board
+from retreever.train.protocols import Record, as_rows
+from retreever.train.score import evaluate
+
+NAMES = ("Cross Attention", "Tree Cross Attention", "Perceiver IO")
+TRAIN = TrainConfig(steps=1_500, batch=64, warmup=100, evaluate_every=50, stop_at=99.9)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One model of the demo, trained and measured."""
+
+    name: str
+    accuracy: float
+    tokens: int
+    microseconds: float
+    history: list[Record]
+
+
+def copy_models(task: CopyTask) -> tuple[Model, ...]:
+    """The three models of `retreever train copy`; Perceiver IO has as many latents as TCA reads tokens."""
+    return tuple(make_recipe("copy", n=task.n, model=model).make_model() for model in ("ca", "tca", "perceiver-io"))
+
+
+def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> tuple[Table, list[Outcome]]:
+    """Train, test and draw; everything is left in `out` as PNG, JSON and Markdown."""
+    task, started = CopyTask(n), time.perf_counter()
+    if out.exists() and any(out.iterdir()) and not overwrite:
+        raise InputError(f"out: expected a new or empty folder, got {out} with files in it (--overwrite replaces them)")
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    models = copy_models(task)
+    outcomes: list[Outcome] = []
+    train = replace(TRAIN, seed=seed)
+    for name, model in zip(NAMES, models, strict=True):
+        with Board([name]) as board:
+            history = fit(model, task, train, watch=board.watcher())
+        outcomes.append(measure(name, model, task, history))
+        if isinstance(model, ReTreever):  # Perceiver IO trains as long as the tree did
+            train, tree = replace(train, steps=history[-1].step), model
+    table = demo_table(task, outcomes, seed, time.perf_counter() - started)
+    write_report(out, task, tree, table, outcomes, seed)
+    return table, outcomes
+
+
+def measure(name: str, model: Model, task: CopyTask, history: list[Record]) -> Outcome:
+    """Accuracy on the test sequences and time per query on a context prepared once."""
+    accuracy = evaluate(model, task, task.test())
+    return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
+
+
+@torch.inference_mode()
+def query_microseconds(model: Model, task: CopyTask, repeats: int = 50) -> float:
+    """Median time of answering all queries of one prepared context, per query."""
+    model.eval()
+    batch = task.sample(1, task.training(0))
+    memory: Any = model.encode(batch.xc, batch.yc)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        model.answer(memory, batch.xt)
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times) / task.context
+
+
+def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outcomes: list[Outcome], seed: int) -> None:
+    """Table, JSON, learning curves and the picture of one search."""
+    curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes}
+    draw_curves(curves, out / "curves.png", title=f"Copy task, N = {task.n}: validation accuracy in % while training")
+    batch = next(task.test(size=1))
+    tree.eval()
+    with torch.inference_mode():
+        found = tree.search(tree.encode(batch.xc, batch.yc), batch.xt)
+    query = task.context // 3
+    answer = task.context - 1 - query  # target j stands at context position n/2 - 1 - j
+    path = explain(found, query=query)
+    draw_retrieval(
+        path, out / "retrieval.png", truth=answer, title=f"Copy task: query {query} looks for token {answer}"
+    )
+    write_text(out / "retrieval.json", json.dumps(path.to_json(), indent=1) + "\n")
+    result = {
+        "table": table.to_json(),
+        "history": curves,
+        "seed": seed,
+        "machine": machine(),
+    }
+    write_text(out / "result.json", json.dumps(result, indent=1) + "\n")
+    pictures = "![learning curves](curves.png)\n\n![one search, step by step](retrieval.png)\n"
+    write_text(out / "README.md", table.to_markdown() + "\n" + pictures)
+
+
+def demo_table(task: CopyTask, outcomes: list[Outcome], seed: int, seconds: float) -> Table:
+    """What came out, one row per model."""
+    rows = tuple(
+        (
+            o.name,
+            f"{o.accuracy:.2f}",
+            f"{o.tokens}",
+            f"{100 * o.tokens / task.context:.1f}",
+            f"{o.microseconds:.1f}",
+            f"{o.history[-1].step:,}",
+            f"{o.history[-1].seconds:.0f}",
+        )
+        for o in outcomes
+    )
+    return Table(
+        title=f"Copy task, N = {task.n} ({task.context} context tokens, {task.test_sequences:,} test sequences)",
+        columns=("model", "accuracy", "tokens", "tokens %", "us/query", "steps", "sec"),
+        rows=rows,
+        notes=(f"seed {seed}, {machine()['processor']}, {torch.get_num_threads()} threads, {seconds:.0f} s in all",),
+    )

@@ -1,0 +1,85 @@
+"""From run folders to the results that are kept: what was trained, how, on what, and what came out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from retreever.arguments import check_choice
+from retreever.errors import ConfigError
+from retreever.lab.experiments.planned import PlannedRun
+from retreever.lab.experiments.results import Entry, check_entry, load_results, save_results
+from retreever.lab.recipes.tasks import TASKS
+from retreever.train.run import RunFolder, read_json
+
+LEFT_OUT = ("format", "task", "seed", "evaluate_every", "save_every", "keep", "quick")  # of a run's settings
+GENERATED = ("copy", "gp")
+MOST_POINTS = 60  # of a learning curve
+
+
+def collect(
+    planned: Iterable[PlannedRun],
+    runs: Path,
+    folder: Path,
+    data_note: Mapping[str, str],
+    overwrite: bool = False,
+) -> list[str]:
+    """Take the finished ones among the planned runs into the results; their names come back.
+
+    Args:
+        planned: the runs that tables need.
+        runs: folder of run folders.
+        folder: of the recipe files; results go to `results` in it.
+        data_note: task -> what its data files were, in words; only who trained knows.
+        overwrite: replace results of an earlier run of the same name that came to something else.
+    """
+    for task in data_note:
+        check_choice("data_note", task, tuple(TASKS))
+    found = {run.name: (run, entry) for run in planned if (entry := _entry(run, runs, data_note)) is not None}
+    for task in sorted({run.recipe.task.name for run, _ in found.values()}):
+        known = load_results(folder, [task])
+        fresh = {name: entry for name, (run, entry) in found.items() if run.recipe.task.name == task}
+        for name, entry in fresh.items():
+            same = name in known and known[name]["scores"] == entry["scores"]
+            if same and entry["data"] is None:
+                entry["data"] = known[name]["data"]  # said when it was collected first
+            if name in known and not same and not overwrite:
+                raise ConfigError(f"{name}: expected the scores collected before, got others (--replace takes these)")
+        save_results(folder, task, known | fresh)
+    return sorted(found)
+
+
+def _entry(run: PlannedRun, runs: Path, data_note: Mapping[str, str]) -> Entry | None:
+    """What is kept of a run; None while it is not finished."""
+    folder = RunFolder(runs / run.name)
+    if not folder.result.exists():
+        return None
+    config, result = folder.config(), read_json(folder.result)
+    if differs := run.differs(config):
+        raise ConfigError(f"{folder.path}: expected the run of the recipe file, got another {', '.join(differs)}")
+    task = run.recipe.task.name
+    kept = ("scores", "metric", "tokens", "context", "steps", "seconds", "parameters", "hardware", "versions")
+    entry = {
+        "settings": {key: value for key, value in config.items() if key not in LEFT_OUT},
+        "seed": config["seed"],
+        **{key: result[key] for key in kept if key in result},
+        "data": data_note.get(task, "generated" if task in GENERATED else None),
+        "curve": learning_curve(folder.metrics),
+    }
+    check_entry(entry, str(folder.result))
+    return entry
+
+
+def learning_curve(file: Path) -> list[list[float]]:
+    """Step, metric and seconds of at most 60 looks at the validation set, evenly spread, the last one among them."""
+    if not file.exists():
+        return []
+    try:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        points = [[row["step"], round(row["metric"], 4), round(row["seconds"], 1)] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: expected lines with step, metric and seconds, got {error!r}") from None
+    every = -(-len(points) // MOST_POINTS) or 1
+    return points[len(points) - 1 :: -every][::-1] if points else []

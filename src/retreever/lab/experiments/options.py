@@ -1,0 +1,125 @@
+"""`retreever table`, `figure`, `experiment`, `collect` and `results`: what can be said to them. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from tyro.conf import Positional, Suppress
+
+from retreever.lab.recipes.options import Where
+
+FOLDER = Path("experiments")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Print a table of the paper beside what was reached here; without a name, list the tables."""
+
+    name: Positional[str] = ""
+    """Of the table."""
+    json: bool = False
+    """Rows as JSON, for programs."""
+    experiments: Path = FOLDER
+    """Folder of recipe files and results."""
+
+    def run(self) -> None:
+        """Print the table, or the list of tables."""
+        from retreever.lab.experiments.command import list_tables, print_table
+
+        if self.name:
+            print_table(self.name, self.json, self.experiments)
+        else:
+            list_tables(self.json, self.experiments)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Draw the figure of a table: scores against tokens, or learning curves."""
+
+    name: Positional[str] = ""
+    """Of the table; without it, tables are listed."""
+    out: Path | None = None
+    """PNG file; without it the place where the results page looks, docs/images/results-NAME.png."""
+    experiments: Path = FOLDER
+    """Folder of recipe files and results."""
+
+    def run(self) -> None:
+        """Draw the figure, or print the list of tables."""
+        from retreever.lab.experiments.command import draw, list_tables
+
+        if self.name:
+            draw(self.name, self.out, self.experiments)
+        else:
+            list_tables(False, self.experiments)
+
+
+@dataclass(frozen=True)
+class Collecting:
+    """How results are taken from run folders."""
+
+    data_note: dict[str, str] = field(default_factory=dict)
+    """What the data files of a task were: --data-note emnist "EMNIST (re-drawn split)"."""
+    replace: bool = False
+    """Replace collected results of the same name whose scores are others."""
+    experiments: Path = FOLDER
+    """Folder of recipe files and results."""
+
+
+@dataclass(frozen=True)
+class Experiment(Collecting, Where):
+    """Train the runs of a table that are missing, go on with those that were stopped, collect and print the table."""
+
+    name: Positional[str] = ""
+    """Of the table; without it, tables are listed."""
+    only: tuple[str, ...] = ()
+    """Systems, by their keys in the recipe file; none means all."""
+    columns: tuple[str, ...] = ()
+    """Columns, by their keys in the recipe file; none means all."""
+    seeds: tuple[int, ...] = ()
+    """Seeds among those of the recipe file; none means all."""
+    resume: Suppress[bool] = True
+
+    def run(self) -> None:
+        """Train, collect and print the table, or print the list of tables."""
+        from retreever.lab.experiments.command import list_tables, run_experiment
+
+        if self.name:
+            run_experiment(self)
+        else:
+            list_tables(False, self.experiments)
+
+    def where(self) -> Where:
+        """Finished runs are left alone and stopped ones go on, unless all are to be replaced."""
+        where = Where(**{f.name: getattr(self, f.name) for f in fields(Where)})
+        return replace(where, resume=not self.overwrite)
+
+
+@dataclass(frozen=True)
+class Collect(Collecting):
+    """Take finished runs into experiments/results: those that some table needs."""
+
+    runs: Positional[Path] = Path("runs")
+    """Folder of run folders."""
+
+    def run(self) -> None:
+        """Collect the runs and print how many there were."""
+        from retreever.lab.experiments.command import collect_runs
+
+        collect_runs(self)
+
+
+@dataclass(frozen=True)
+class Results:
+    """Make the results page from what was collected."""
+
+    out: Path = Path("docs/results.md")
+    """The page."""
+    experiments: Path = FOLDER
+    """Folder of recipe files and results."""
+
+    def run(self) -> None:
+        """Write the page."""
+        from retreever.lab.experiments.results_page import write_results_page
+
+        print(f"written: {write_results_page(self.experiments, self.out)}")

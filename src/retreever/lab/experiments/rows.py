@@ -1,0 +1,128 @@
+"""Rows of a table: the paper's value and ours for every cell, from result files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from retreever.errors import ConfigError
+from retreever.lab.experiments.paper import Paper, Printed, load_paper
+from retreever.lab.experiments.recipe import Cell, TableRecipe
+from retreever.lab.experiments.results import Entry, load_results
+from retreever.train.run import read_json
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of a table. `mean` is None where nothing was run; `std` is over seeds, None for a single one."""
+
+    system: str
+    setting: str
+    printed: Printed | None
+    measured: bool = False  # by a benchmark, in time or memory
+    mean: float | None = None
+    std: float | None = None
+    seeds: int = 0
+    planned: int = 0
+    steps: tuple[int, int] = (0, 0)  # least and most
+    tokens: int | None = None
+    context: int | None = None
+    hardware: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+
+    @property
+    def difference(self) -> float | None:
+        """Ours minus the paper's."""
+        if self.printed is None or self.printed.mean is None or self.mean is None:
+            return None
+        return self.mean - self.printed.mean
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; `steps` is the most any seed took."""
+        printed = self.printed or Printed(None, None, "", None)
+        return {
+            "system": self.system,
+            "setting": self.setting,
+            "paper": printed.mean,
+            "paper_std": printed.std,
+            "mean": self.mean,
+            "std": self.std,
+            "difference": self.difference,
+            "seeds": self.seeds,
+            "steps": self.steps[1],
+            "tokens": self.tokens,
+            "context": self.context,
+            "paper_tokens_percent": printed.tokens_percent,
+            "hardware": ", ".join(self.hardware) or None,
+            "data": ", ".join(self.data) or None,
+        }
+
+
+def load_rows(recipe: TableRecipe, folder: Path) -> list[Row]:
+    """All rows of a recipe, column after column."""
+    return rows_of(recipe, load_paper(folder), load_results(folder))
+
+
+def rows_of(recipe: TableRecipe, paper: Paper, results: Mapping[str, Entry]) -> list[Row]:
+    """All rows of a recipe, column after column."""
+    rows = []
+    for cell in recipe.cells:
+        system = cell.system.paper
+        printed = paper.find(recipe.paper, system, cell.paper_setting) if system else None
+        row = Row(cell.system.name, cell.column.name, printed, recipe.measured)
+        rows.append(_measured(row, cell, recipe) if recipe.measured else _trained(row, cell, results))
+    return rows
+
+
+def _trained(row: Row, cell: Cell, results: Mapping[str, Entry]) -> Row:
+    """With what the seeds of the cell came to."""
+    found = [results[run.name] for run in cell.runs if run.name in results]
+    for run in cell.runs:
+        if run.name in results and cell.score not in results[run.name]["scores"]:
+            have = ", ".join(results[run.name]["scores"])
+            raise ConfigError(f"{run.name}: expected a score {cell.score!r}, got {have}")
+    if not found:
+        return replace(row, planned=len(cell.runs))
+    scores = [float(entry["scores"][cell.score]) for entry in found]
+    steps = [entry["steps"] for entry in found]
+    return replace(
+        row,
+        mean=mean(scores),
+        std=stdev(scores) if len(scores) > 1 else None,
+        seeds=len(scores),
+        planned=len(cell.runs),
+        steps=(min(steps), max(steps)),
+        tokens=found[0]["context" if cell.system.full else "tokens"],
+        context=found[0]["context"],
+        hardware=_distinct(entry["hardware"] for entry in found),
+        data=_distinct(entry["data"] or "data not named" for entry in found),
+    )
+
+
+def _measured(row: Row, cell: Cell, recipe: TableRecipe) -> Row:
+    """With the value of the one benchmark row that matches."""
+    file = cell.column.file
+    if file is None or not file.exists():
+        return row
+    bench = read_json(file)
+    hits = [one for one in bench.get("rows", ()) if all(one.get(key) == value for key, value in cell.match.items())]
+    if len(hits) > 1:
+        raise ConfigError(f"{file}: expected one row with {cell.match}, got {len(hits)}")
+    if not hits or hits[0].get(recipe.value) is None:
+        return row
+    machine = bench["machine"]
+    where = machine.get("accelerator") or f"{machine['processor']}, {machine['threads']} threads"
+    return replace(
+        row,
+        mean=hits[0][recipe.value] * recipe.scale,
+        tokens=hits[0].get("tokens"),
+        context=hits[0].get("n"),
+        hardware=(f"{where}, {bench['dtype']}",),
+    )
+
+
+def _distinct(values: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))

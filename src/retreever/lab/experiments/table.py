@@ -1,0 +1,78 @@
+"""Tables for people: the paper's value, ours and the difference; "not run" where nothing was run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from retreever.lab.experiments.recipe import TableRecipe
+from retreever.lab.experiments.rows import Row
+from retreever.lab.tables import Cell, Table, number, percent, plus_minus
+
+COLUMNS: Mapping[str, Callable[[Row, int], Cell]] = {
+    "System": lambda row, _: row.system,
+    "Setting": lambda row, _: row.setting,
+    "Paper": lambda row, _: None if row.printed is None else row.printed.text,
+    "Ours": lambda row, digits: "not run" if row.mean is None else plus_minus(row.mean, row.std, digits),
+    "Difference": lambda row, digits: difference(row, digits),
+    "Tokens": lambda row, _: tokens(row),
+    "Seeds": lambda row, _: seeds(row),
+    "Steps": lambda row, _: steps(row),
+    "Hardware": lambda row, _: "; ".join(row.hardware) or None,
+    "Data": lambda row, _: "; ".join(row.data) or None,
+}
+ONCE = ("Hardware", "Data")  # said below the table where all rows have the same
+
+
+def make_table(recipe: TableRecipe, rows: Sequence[Row]) -> Table:
+    """The table of a recipe. What no row has gets no column; what all share is said below."""
+    columns = {name: [cell(row, recipe.digits) for row in rows] for name, cell in COLUMNS.items()}
+    notes = [recipe.about] if recipe.about else []
+    for name in list(columns):
+        values = {value for value in columns[name] if value is not None}
+        if not values or (name in ONCE and len(values) == 1):
+            del columns[name]
+            notes += [f"{name}: {value}." for value in values]
+    if not recipe.measured and any(row.seeds > 1 for row in rows):
+        notes.append("± is the sample standard deviation over seeds.")
+    title = f"{recipe.title} ({recipe.metric})"
+    return Table(title, tuple(columns), tuple(zip(*columns.values(), strict=True)), tuple(notes))
+
+
+def difference(row: Row, digits: int = 2) -> str | None:
+    """Ours minus the paper's; "better" or "worse" where they differ in the digits the paper prints.
+
+    "within ±" follows where both standard deviations together cover it: another set of seeds could turn the word round.
+    Times are faster or slower: machines differ, so that says nothing about the method.
+    """
+    if row.difference is None or row.mean is None or row.printed is None:
+        return None
+    text = number(row.difference, digits)
+    shown = text if text.startswith("-") or float(text) == 0 else f"+{text}"
+    decimals = len(row.printed.text.split()[0].partition(".")[2])
+    if number(row.mean, decimals) == number(row.printed.mean, decimals):
+        return shown
+    less, more = ("faster", "slower") if row.measured else ("worse", "better")
+    spread = (row.printed.std or 0.0) + (row.std or 0.0)
+    return f"{shown}, {less if row.difference < 0 else more}{', within ±' if abs(row.difference) <= spread else ''}"
+
+
+def tokens(row: Row) -> str | None:
+    """Tokens read for a query, of those in the context."""
+    if not row.tokens:
+        return None
+    return f"{row.tokens} of {row.context} ({percent(row.tokens / row.context)})" if row.context else str(row.tokens)
+
+
+def seeds(row: Row) -> str | None:
+    """How many seeds there are, and of how many if some are missing."""
+    if not row.seeds:
+        return None
+    return str(row.seeds) if row.seeds == row.planned else f"{row.seeds} of {row.planned}"
+
+
+def steps(row: Row) -> str | None:
+    """Steps trained: one number, or the least and the most over seeds."""
+    least, most = row.steps
+    if not most:
+        return None
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"

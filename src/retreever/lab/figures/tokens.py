@@ -1,0 +1,168 @@
+"""Scores against tokens read: what a system reaches and what it costs, the paper's value beside ours.
+
+Needs matplotlib (the extra `plot`), imported on first use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retreever.arguments import reject
+from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_panels, room_between, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]  # system, setting, tokens, paper, paper_std, mean, std
+MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+KEYS = {False: ("paper", "paper_std"), True: ("mean", "std")}  # whether ours -> where a row has it
+Place = tuple[str, float, bool]  # system, tokens, whether ours
+NUMBERS = ("tokens", "paper", "paper_std", "mean", "std")
+
+
+def panels_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
+    """Rows by setting and, within it, by system, those with fewer tokens first; rows without any value are left out."""
+    _check_rows(rows)
+    panels: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        if row.get("paper") is not None or row.get("mean") is not None:
+            panels.setdefault(row["setting"], {}).setdefault(row["system"], []).append(row)
+    for systems in panels.values():
+        for points in systems.values():
+            points.sort(key=lambda row: float(row["tokens"]))
+    return panels
+
+
+def draw_scores_against_tokens(
+    rows: Sequence[Row],
+    file: str | Path,
+    score: str = "log-likelihood",
+    tokens: str = "tokens read per query",
+    title: str | None = None,
+) -> Path:
+    """Draw one panel per setting, one marker per system, to the PNG `file`: ours filled, the paper's hollow.
+
+    Args:
+        rows: each with "system", "setting", "tokens", and "mean", "std" (ours), "paper", "paper_std"; the last four
+            may be None or absent.
+        file: replaced in one go; folders are made.
+        score: names the y axis.
+        tokens: names the x axis, which is logarithmic.
+        title: over the whole picture.
+    """
+    panels = panels_of(rows)
+    if not panels:
+        reject("rows", "at least one with a value for mean or paper", "none")
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    systems = [system for system in systems if any(system in panel for panel in panels.values())]
+    figure, axes, left = new_panels(len(panels), bool(title))
+    for axis, (setting, panel) in zip(axes, panels.items(), strict=True):
+        _draw_panel(axis, panel, systems)
+        _finish_panel(axis, setting, [row["tokens"] for points in panel.values() for row in points], tokens)
+    for axis in left:
+        axis.set_ylabel(score, color=STYLE["ink"])
+    _legend(figure, systems, rows)
+    return save(figure, file, title)
+
+
+def places_of(panel: Mapping[str, Sequence[Row]]) -> dict[Place, float]:
+    """Where markers stand on the x axis: at their tokens, or side by side around them where several have the same."""
+    beside: dict[float, list[Place]] = {}
+    for system, rows in panel.items():
+        for row in rows:
+            given = [ours for ours, (mean, _) in KEYS.items() if row.get(mean) is not None]
+            beside.setdefault(row["tokens"], []).extend((system, row["tokens"], ours) for ours in given)
+    low, high = axis_limits(list(beside))
+    step = (high / low) ** 0.022  # about one marker's width
+    return {
+        place: tokens * step ** (index - (len(places) - 1) / 2)
+        for tokens, places in beside.items()
+        for index, place in enumerate(places)
+    }
+
+
+def _draw_panel(axis: Axes, panel: Mapping[str, Sequence[Row]], systems: Sequence[str]) -> None:
+    places = places_of(panel)
+    for system, rows in panel.items():
+        for ours, (mean, std) in KEYS.items():
+            points = [row for row in rows if row.get(mean) is not None]
+            if points:
+                x = [places[system, row["tokens"], ours] for row in points]
+                y, spread = [row[mean] for row in points], [row.get(std) or 0.0 for row in points]
+                axis.errorbar(x, y, spread, **_look(systems.index(system), ours))
+
+
+def _look(index: int, ours: bool) -> dict[str, Any]:
+    """Of a system: filled and joined by a line for ours, hollow and dotted for the paper's."""
+    colour = PALETTE[index % len(PALETTE)]
+    look: dict[str, Any] = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "ms": 6.5, "mew": 1.3}
+    look |= {"mec": colour, "elinewidth": 1.2, "capsize": 2.5, "zorder": 4 if ours else 3}
+    return look | ({"mfc": colour, "lw": 1.3} if ours else {"mfc": "white", "lw": 0.9, "ls": ":"})
+
+
+def axis_limits(tokens: Sequence[float]) -> tuple[float, float]:
+    """Ends of the x axis: a little room on both sides, and never less than a factor of four in all."""
+    low, high = min(tokens), max(tokens)
+    room = max((high / low) ** 0.1, (4 / (high / low)) ** 0.5, 1.15)
+    return low / room, high * room
+
+
+def ticks_of(tokens: Sequence[float]) -> list[float]:
+    """The token counts that occur, without those that stand too close to the one before."""
+    low, high = axis_limits(tokens)
+    ticks: list[float] = []
+    for value in sorted(set(tokens)):
+        if not ticks or value >= ticks[-1] * (high / low) ** 0.09:
+            ticks.append(value)
+    return ticks
+
+
+def _finish_panel(axis: Axes, setting: str, counts: Sequence[float], tokens: str) -> None:
+    clean(axis, tokens)
+    axis.set_xscale("log")
+    axis.set_xlim(*axis_limits(counts))
+    ticks = ticks_of(counts)
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks([], minor=True)
+    axis.margins(y=0.12)
+    axis.set_ylim(*room_between(*axis.get_ylim()))
+    axis.set_title(setting, fontsize=10, color=STYLE["ink"])
+
+
+def _legend(figure: Figure, systems: Sequence[str], rows: Sequence[Row]) -> None:
+    from matplotlib.lines import Line2D
+
+    def entry(label: str, index: int, ours: bool, **change: Any) -> Line2D:
+        look = _look(index, ours) | change
+        return Line2D([], [], label=label, **{k: v for k, v in look.items() if k not in ("elinewidth", "capsize")})
+
+    grey: dict[str, Any] = {"color": STYLE["ink"], "mec": STYLE["ink"]}
+    handles = [entry(system, index, True) for index, system in enumerate(systems)]
+    if any(row.get("mean") is not None for row in rows):
+        handles.append(entry("ours, mean ± std", 0, True, **grey | {"mfc": STYLE["ink"]}))
+    if any(row.get("paper") is not None for row in rows):
+        handles.append(entry("the paper's", 0, False, **grey))
+    legend_below(figure, handles)
+
+
+def _check_rows(rows: Sequence[Row]) -> None:
+    seen: set[tuple[str, str, float]] = set()
+    for index, row in enumerate(rows):
+        for name in ("system", "setting"):
+            if not isinstance(row.get(name), str):
+                reject(f"rows[{index}]", f"a text for {name!r}", repr(row.get(name)))
+        for name in NUMBERS:
+            value = row.get(name)
+            good = isinstance(value, int | float) and math.isfinite(value)
+            if not good and (value is not None or name == "tokens"):
+                reject(f"rows[{index}]", f"a finite number for {name!r}", repr(value))
+        if not row["tokens"] > 0:
+            reject(f"rows[{index}]", "tokens > 0, for a logarithmic axis", row["tokens"])
+        key = row["setting"], row["system"], float(row["tokens"])
+        if key in seen:
+            reject(f"rows[{index}]", "one row per setting, system and tokens", f"a second one for {key}")
+        seen.add(key)

@@ -1,0 +1,1 @@
+"""Pretrained weights from the command line: made from runs, scored, listed."""

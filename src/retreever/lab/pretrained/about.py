@@ -1,0 +1,68 @@
+"""What cards say of the tasks: what a model is for, what it was trained on and under which terms. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from retreever.data.catalogue import DATASETS
+
+
+@dataclass(frozen=True)
+class About:
+    """One task.
+
+    Attributes:
+        title: in words.
+        use: what goes in and what comes out.
+        limits: what the weights are not for.
+        terms: of the data.
+        data: what the data are; empty where only who trained knows which files they were.
+    """
+
+    title: str
+    use: str
+    limits: str
+    terms: str
+    data: str = ""
+
+
+GENERATED = "none: no data files were used"
+ABOUT = {
+    "copy": About(
+        "Copy task: repeat a sequence backwards",
+        "xc and xt are positions 0, 1, ... as floats (b, n, 1), yc symbols 0 to 11 (b, n): 0 starts a sequence, 1 ends "
+        "it, 2 to 11 are the digits; predictions are over those 12 symbols.",
+        "A demonstration of retrieval on synthetic sequences of the one length it was trained on; other lengths and "
+        "other patterns are not answered correctly.",
+        GENERATED,
+        "generated: random digits from the seeds of the task",
+    ),
+    "gp": About(
+        "Regression on functions drawn from Gaussian processes",
+        "xc (b, n, 1) from -2 to 2 and yc (b, n, 1) with values of about -3 to 3; predictions are a mean and a "
+        "standard deviation for each xt (b, m, 1).",
+        "Smooth functions of one input in that range, with 3 to 46 context points; outside of it neither mean nor "
+        "standard deviation means anything.",
+        GENERATED,
+        "generated: functions of Gaussian processes from the seeds of the task",
+    ),
+    "emnist": About(
+        "Completion of EMNIST digits",
+        "xc (b, n, 2) are places (row, column) of pixels, each from -1 to 1, yc (b, n, 1) their grey values from -0.5 "
+        "to 0.5; predictions are a mean and a standard deviation for each xt (b, m, 2).",
+        "Handwritten digits of 28 x 28 pixels with 3 to 196 pixels given; a generative study, not a classifier, and "
+        "nothing to judge a person's handwriting by.",
+        DATASETS["emnist"].terms,
+    ),
+    "activity": About(
+        "Human Activity: which activity a person is at, at each of 50 moments",
+        "xc and xt are times from 0 (b, 50, 1), yc (b, 50, 24) twelve coordinates of four body tags, zeros where "
+        "unseen, and the mask that tells them apart; predictions are over eleven classes.",
+        "Five people in one room with four body tags. On the paper's split, windows that overlap with test windows "
+        "are trained on, so its accuracy is not one to expect on new recordings; not for monitoring people.",
+        DATASETS["person_activity"].terms,
+    ),
+}
+NEVER = {
+    "celeba": f"CelebA is for {DATASETS['celeba'].terms}, so nothing trained on it is given on",
+}

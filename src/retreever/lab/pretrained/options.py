@@ -1,0 +1,117 @@
+"""`retreever eval` and `retreever pretrained`: what can be said on the command line. Free of torch."""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+from tyro.conf import subcommand as named
+
+from retreever.arguments import reject
+from retreever.lab.recipes.options import EvaluateRun
+
+
+@dataclass(frozen=True)
+class Evaluate(EvaluateRun):
+    """Score a trained run on its test set, pretrained weights (`retreever eval --pretrained gp`), or the exact
+    posterior (`retreever eval gp --model oracle`)."""
+
+    pretrained: str = ""
+    """Name of pretrained weights, to be scored beside their card; `retreever pretrained list` shows the names."""
+    weights: Path | None = None
+    """Folder of weights made by `retreever pretrained export`; without it those in the package."""
+
+    def run(self) -> int:
+        """Print the scores; 1 when those of a card were not reproduced."""
+        if not self.pretrained:
+            if self.weights is not None:
+                reject("weights", "--pretrained NAME with it", "none")
+            return super().run()
+        from retreever.lab.pretrained.evaluate import evaluate_pretrained
+
+        if self.what is not None or self.model == "oracle":
+            reject("pretrained", "either a run, an oracle or pretrained weights", f"{self.pretrained!r} and more")
+        return evaluate_pretrained(self.pretrained, self.weights, self.data, self.device)
+
+
+@dataclass(frozen=True)
+class PretrainedList:
+    """Print a table of the weights there are."""
+
+    weights: Path | None = None
+    """Folder of exported weights; without it those in the package."""
+    json: bool = False
+    """The cards as JSON, for programs."""
+
+    def run(self) -> None:
+        """Print the table or the JSON."""
+        from retreever.lab.pretrained.page import cards_table, read_cards
+
+        cards = read_cards(self.weights)
+        if self.json:
+            print(json_text.dumps([asdict(card) for card in cards], indent=1))
+        elif not cards:
+            print(f"no weights in {self.weights or 'the package'}")
+        elif sys.stdout.isatty():
+            from rich.console import Console
+
+            Console().print(cards_table(cards).to_rich())
+        else:
+            print(cards_table(cards).to_markdown(), end="")
+
+
+@dataclass(frozen=True)
+class PretrainedExport:
+    """Make weights that can be given on from a finished run: NAME.safetensors and its card, NAME.json."""
+
+    source: Positional[Path]
+    """Folder of the run."""
+    name: Positional[str]
+    """Name of the weights."""
+    out: Path = Path("weights")
+    """Folder for both files."""
+    data_note: str = ""
+    """What the data files were: --data-note "EMNIST (re-drawn split)"; generated data need no note."""
+    overwrite: bool = False
+    """Replace weights of that name."""
+
+    def run(self) -> None:
+        """Write both files."""
+        from retreever.lab.pretrained.export import export_run
+
+        print(f"written: {export_run(self.source, self.name, self.out, self.data_note, self.overwrite)}")
+
+
+@dataclass(frozen=True)
+class PretrainedPage:
+    """Make the page on pretrained weights from their cards."""
+
+    out: Path = Path("docs/pretrained.md")
+    """The page."""
+    weights: Path | None = None
+    """Folder of exported weights; without it those in the package."""
+
+    def run(self) -> None:
+        """Write the page."""
+        from retreever.lab.pretrained.page import write_page
+
+        print(f"written: {write_page(self.weights, self.out)}")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights that come with the package, and how to make more from runs."""
+
+    what: (
+        Annotated[PretrainedList, named("list", prefix_name=False)]
+        | Annotated[PretrainedExport, named("export", prefix_name=False)]
+        | Annotated[PretrainedPage, named("page", prefix_name=False)]
+    )
+
+    def run(self) -> None:
+        """Run the command asked for."""
+        self.what.run()

@@ -1,0 +1,236 @@
+"""What `retreever train` and `retreever eval` do: settings in, run folders and printed results out."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from retreever.arguments import check_int, reject
+from retreever.batch import Batch
+from retreever.checks import find_device
+from retreever.errors import CheckpointError, ConfigError
+from retreever.lab.recipes.figures import draw_run
+from retreever.lab.recipes.options import Where
+from retreever.lab.recipes.recipe import Recipe, recipe_from_json
+from retreever.models.base import Model
+from retreever.models.retreever import ReTreever
+from retreever.tasks.gp import GPTask, Kernel
+from retreever.tasks.seeds import derive_seed
+from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
+from retreever.train.distributed import Ranks, ranks_of_job
+from retreever.train.engine import Trainer
+from retreever.train.log import Board, counted, open_tensorboard, summary_writer
+from retreever.train.protocols import Task
+from retreever.train.run import RunFolder, read_json
+from retreever.train.score import evaluate
+from retreever.train.state import restore_model
+from retreever.train.together import Run, train_together
+from retreever.version import __version__
+
+QUICK_BATCHES = 25  # of a test set, looked at by a quick run
+
+
+class TestableTask(Task, Protocol):
+    """A task with a fixed test set."""
+
+    def test(self) -> Iterator[Batch]:
+        """Fixed batches, for the final score alone."""
+        ...
+
+    @property
+    def test_batches(self) -> int:
+        """How many they are."""
+        ...
+
+
+Tests = dict[str, TestableTask]
+
+
+class Plan(NamedTuple):
+    """A run to come: its recipe, its folder, its task (shared by runs that train on the same)."""
+
+    recipe: Recipe
+    folder: RunFolder
+    task: TestableTask
+
+
+def train(recipes: Sequence[Recipe], where: Where) -> None:
+    """Train all, each in its own folder, side by side on a GPU; refuse before any work is done."""
+    check_int("at_once", where.at_once, 1)
+    if where.resume and where.overwrite:
+        reject("resume", "one of --resume and --overwrite", "both")
+    if where.tensorboard:
+        summary_writer()
+    _set_up_device(recipes)
+    with ranks_of_job(str(find_device(where.device))) as (ranks, device):
+        tasks: dict[TestableTask, TestableTask] = {}
+        plans = [_plan(recipe, where, ranks, tasks) for recipe in recipes]
+        for plan in plans:
+            if ranks.first:
+                plan.folder.start(plan.recipe.to_json(), where.resume, where.overwrite, saved_settings)
+        at_once = where.at_once if device.startswith("cuda") and ranks.world == 1 else 1
+        todo = [plan for plan in plans if not plan.folder.result.exists()]
+        if ranks.first:
+            _warn(todo)
+        for start in range(0, len(todo), at_once):
+            _train_group(todo[start : start + at_once], where, device, ranks)
+        for plan in plans:
+            if ranks.first:
+                print(_line(plan))
+
+
+def saved_settings(saved: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run folder as this version writes them, to compare with those asked for."""
+    return recipe_from_json(saved).to_json()
+
+
+def _set_up_device(recipes: Sequence[Recipe]) -> None:
+    """Set environment variables that are read when the device is first used."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # 8 queues would make runs side by side wait in line
+    if any(recipe.train.deterministic for recipe in recipes):
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def _plan(recipe: Recipe, where: Where, ranks: Ranks, tasks: dict[TestableTask, TestableTask]) -> Plan:
+    """Impossible settings and data that cannot be read are refused before any file is made."""
+    ranks.check(recipe.train.batch)
+    recipe.make_model()
+    task = recipe.task.make(where.data, recipe.preset)
+    if task not in tasks:
+        next(iter(task.validation()))
+    return Plan(recipe, RunFolder(where.out / recipe.name), tasks.setdefault(task, task))
+
+
+def _warn(plans: Sequence[Plan]) -> None:
+    """One line on the first run that is over before its learning rate has risen."""
+    for recipe, folder, _ in plans:
+        steps, warmup = recipe.train.steps, recipe.train.warmup
+        if warmup >= steps:
+            problem = f"warmup: expected fewer than the {steps} steps, got {warmup}"
+            print(f"retreever: warning: {folder.path}: {problem}; the learning rate rises to the end", file=sys.stderr)
+            return
+
+
+def _train_group(plans: Sequence[Plan], where: Where, device: str, ranks: Ranks) -> None:
+    """Runs side by side, from start, or from where they were, to their results."""
+    names = [plan.folder.path.name for plan in plans]
+    with Board(names, plans[0].recipe.task.metric, quiet=not ranks.first) as board:
+        runs = []
+        for index, (recipe, folder, task) in enumerate(plans):
+            torch.manual_seed(derive_seed(recipe.task.name, "init", recipe.train.seed))
+            trainer = Trainer(recipe.make_model(), task, recipe.train, device, ranks)
+            watchers = [board.watcher(index)]
+            if where.tensorboard and ranks.first:
+                watchers.append(open_tensorboard(folder.path / "tensorboard"))
+            runs.append(Run(folder, trainer, watchers))
+        train_together(runs)
+    if ranks.first:
+        for plan, run in zip(plans, runs, strict=True):
+            _finish(plan, run.trainer, plan.recipe.task.make_tests(where.data))
+
+
+def _finish(plan: Plan, trainer: Trainer, tests: Tests) -> None:
+    """Test scores of the weights that did best on validation, and the result file."""
+    recipe, folder, model = plan.recipe, plan.folder, cast(Any, trainer.model)
+    best = folder.checkpoints / "best"
+    restore_model(model, load_checkpoint(best)[0], best)
+    scores = test_scores(model, tests, str(trainer.device), QUICK_BATCHES if recipe.quick else None)
+    result = {
+        "test": next(iter(scores.values())),
+        "scores": scores,
+        "validation": max(record.metric for record in trainer.history),
+        "metric": recipe.task.metric,
+        "steps": trainer.step,
+        "seconds": round(trainer.seconds, 2),
+        "tokens": model.tokens(recipe.task.context),
+        "context": recipe.task.context,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "hardware": torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU",
+        "versions": {"retreever": __version__, "torch": torch.__version__},
+    }
+    folder.finish(result)
+    draw_run(folder.path, recipe, model, plan.task, trainer.history)
+
+
+def _line(plan: Plan) -> str:
+    """What a finished run says."""
+    result = read_json(plan.folder.result)
+    tokens = f"{result['tokens']} of {result['context']} tokens"
+    return f"{plan.folder.path}: test {result['metric']}: {_scores_text(result['scores'])}, with {tokens}"
+
+
+def test_scores(model: Model, tests: Tests, device: str, batches: int | None = None) -> dict[str, float]:
+    """The score on every test; for ReTreever also with the same weights read over all leaves ("full").
+
+    `batches` looks at the first ones alone.
+    """
+
+    def score(name: str, task: TestableTask) -> float:
+        total = task.test_batches if batches is None else min(batches, task.test_batches)
+        return evaluate(model, task, counted(islice(task.test(), batches), name, total), device)
+
+    scores = {name: score(name, task) for name, task in tests.items()}
+    if isinstance(model, ReTreever) and model.attention.retrieval == "policy":
+        model.attention.retrieval = "full"
+        scores |= {(full := f"{name}, full"): score(full, task) for name, task in tests.items()}
+        model.attention.retrieval = "policy"
+    return scores
+
+
+def scores_of(recipe: Recipe, model: Model, data: Path | None, device: str) -> dict[str, float]:
+    """The scores a run of this recipe ends with, taken again, on the device called `device`."""
+    target = str(find_device(device))
+    model.to(target)
+    return test_scores(model, recipe.task.make_tests(data), target, QUICK_BATCHES if recipe.quick else None)
+
+
+def find_run(path: Path) -> RunFolder:
+    """The folder of a run, which has to be there."""
+    if not path.is_dir():
+        got = "a file" if path.exists() else "a path that does not exist"
+        raise ConfigError(f"{path}: expected the folder of a run, got {got}")
+    return RunFolder(path)
+
+
+def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
+    """Recipe, trained model and steps of a run folder."""
+    folder = find_run(path)
+    try:
+        recipe = recipe_from_json(folder.config())
+    except ConfigError as error:
+        raise ConfigError(f"{path}/{error}") from None
+    found = folder.checkpoints / "best" if checkpoint == "best" else latest_checkpoint(folder.checkpoints)
+    if found is None:
+        raise CheckpointError(f"{folder.checkpoints}: expected a checkpoint, got none")
+    model = recipe.make_model()
+    tensors, state = load_checkpoint(found)
+    restore_model(model, tensors, found)
+    return recipe, model, int(state["step"])
+
+
+def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str) -> None:
+    """Test scores of a run's best or newest weights."""
+    recipe, model, steps = load_run(run, checkpoint)
+    scores = scores_of(recipe, model, data, device)
+    print(f"{run}: test {recipe.task.metric} after {steps} steps: {_scores_text(scores, 4)}")
+
+
+def evaluate_oracle(kernel: Kernel) -> None:
+    """The exact posterior over the fixed test set of `kernel`."""
+    task = GPTask(kernel)
+    scores = task.oracle_scores()
+    error = float(scores.std()) / math.sqrt(len(scores))
+    print(f"exact posterior, {kernel}: test log-likelihood {float(scores.mean()):.4f} +- {error:.4f} (standard error)")
+
+
+def _scores_text(scores: dict[str, float], digits: int = 2) -> str:
+    if list(scores) == ["test"]:
+        return f"{scores['test']:.{digits}f}"
+    return ", ".join(f"{name} {value:.{digits}f}" for name, value in scores.items())

@@ -1,0 +1,63 @@
+"""What the recipes set: this library's defaults, what `--preset paper` changes and what `--quick` changes.
+
+Why these were chosen is in docs/defaults.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Values = dict[str, Any]
+
+DEFAULTS: dict[str, Values] = {
+    "copy": {
+        "model": "tca", "order": "given", "reward": "accuracy", "dropout": 0.1, "detours": 0.1, "residual": "pre",
+        "steps": 4_000, "batch": 64, "evaluate_every": 500, "save_every": 1_000,
+    },
+    "gp": {
+        "steps": 50_000, "batch": 64, "lr": 2e-3, "warmup": 1_000, "evaluate_every": 2_500, "save_every": 2_500,
+    },
+    "emnist": {
+        "steps": 48_000, "batch": 100, "lr": 1e-3, "warmup": 1_000, "evaluate_every": 2_000, "save_every": 2_000,
+    },
+    "celeba": {
+        "steps": 100_000, "batch": 100, "lr": 1e-3, "warmup": 1_000, "evaluate_every": 5_000, "save_every": 5_000,
+    },
+    "activity": {
+        "order": "given", "reward": "accuracy", "dropout": 0.1,
+        "steps": 6_000, "batch": 64, "lr": 1e-3, "warmup": 500, "evaluate_every": 500, "save_every": 500,
+    },
+}  # fmt: skip
+
+_PUBLISHED: Values = {"gate": "open", "detours": 0.0, "residual": "normalised", "warmup": 0, "lr": 5e-4}
+_PUBLISHED |= {"precision": "fp32"}
+_IMAGES: Values = _PUBLISHED | {"batch": 100, "clip": 0.0, "sizes": "batch"}
+PUBLISHED: dict[str, Values] = {
+    "copy": _PUBLISHED | {"betas": (0.1, 0.999), "steps": 100_000},
+    "gp": _PUBLISHED | {"steps": 100_000, "batch": 16, "sizes": "batch"},
+    "emnist": _IMAGES | {"steps": 48_000, "order": "axis", "axis": 0},
+    "celeba": _IMAGES | {"steps": 365_400, "order": "axis", "axis": 1},
+    "activity": _PUBLISHED | {"steps": 17_000, "batch": 256, "clip": 0.0, "dropout": 0.0},
+}
+
+_QUICK_IMAGES: Values = {
+    "steps": 300, "batch": 8, "warmup": 30, "layers": 2, "evaluate_every": 100, "save_every": 300, "sizes": "batch",
+}  # fmt: skip
+QUICK: dict[str, Values] = {
+    "copy": {"n": 32, "steps": 600, "batch": 64, "warmup": 50, "evaluate_every": 100},
+    "gp": {
+        "steps": 600, "batch": 16, "warmup": 50, "layers": 2, "evaluate_every": 200, "save_every": 600,
+        "sizes": "batch",
+    },
+    "emnist": _QUICK_IMAGES,
+    "celeba": _QUICK_IMAGES,
+    "activity": {
+        "steps": 400, "batch": 32, "warmup": 40, "layers": 2, "evaluate_every": 100, "save_every": 400,
+        "dropout": 0.0,
+    },
+}  # fmt: skip
+
+
+def defaults(task: str, preset: str = "default", quick: bool = False) -> Values:
+    """All that the recipe of `task` sets; what is not among it has the default of its field."""
+    return DEFAULTS[task] | (PUBLISHED[task] if preset == "paper" else {}) | (QUICK[task] if quick else {})

@@ -1,0 +1,65 @@
+"""Pictures of a finished run, left in its folder: how it learned, and what it does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from retreever.errors import BackendError
+from retreever.explanation import explain
+from retreever.lab.figures.activity import draw_activity
+from retreever.lab.figures.gp import draw_gp
+from retreever.lab.figures.images import draw_completions
+from retreever.lab.figures.retrieval import draw_curves, draw_retrieval
+from retreever.lab.recipes.recipe import Recipe
+from retreever.models.base import Model
+from retreever.models.retreever import ReTreever
+from retreever.tasks.activity import ActivityTask
+from retreever.tasks.copy import CopyTask
+from retreever.tasks.gp import GPTask
+from retreever.tasks.images import ImageTask
+from retreever.train.protocols import Record, as_rows
+
+IMAGES = 4
+LARGEST_TREE = 64  # leaves of a tree that is drawn
+
+
+def draw_run(folder: Path, recipe: Recipe, model: Model, task: object, history: list[Record]) -> None:
+    """Learning curves, and a picture of predictions on validation data; without matplotlib, none."""
+    try:
+        draw_curves(
+            {recipe.name: as_rows(history, recipe.task.metric)},
+            folder / "curves.png",
+            metric=recipe.task.metric,
+            title=f"{recipe.name}: validation {recipe.task.metric}",
+        )
+        _draw_predictions(folder, model, task)
+    except BackendError as error:
+        print(f"no figures: {error}", file=sys.stderr)
+
+
+def _draw_predictions(folder: Path, model: Model, task: object) -> None:
+    file = folder / "predictions.png"
+    if isinstance(task, GPTask):
+        draw_gp(model, task, file)
+    elif isinstance(task, ImageTask):
+        draw_completions(model, task.split[1][:IMAGES], file)
+    elif isinstance(task, ActivityTask):
+        batch = next(iter(task.validation()))
+        changes = (batch.yt.diff(dim=1) != 0).sum(dim=1)
+        draw_activity(model, batch, file, window=int(changes.argmax()))  # the one with most to tell apart
+    elif isinstance(task, CopyTask) and isinstance(model, ReTreever) and task.context <= LARGEST_TREE:
+        _draw_search(folder / "retrieval.png", model, task)
+
+
+def _draw_search(file: Path, model: ReTreever, task: CopyTask) -> None:
+    """One query of a validation sequence on its way to the token it has to repeat."""
+    batch = next(task.validation(sequences=1)).to(next(model.parameters()).device)
+    model.eval()
+    with torch.inference_mode():
+        found = model.search(model.encode(batch.xc, batch.yc), batch.xt)
+    query = task.context // 3
+    answer = task.context - 1 - query  # target j stands at context position n/2 - 1 - j
+    draw_retrieval(explain(found, query=query), file, truth=answer, title=f"query {query} looks for token {answer}")

@@ -1,0 +1,117 @@
+"""The models of the recipes: what can be set about them, and how they are made. Free of torch until one is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from retreever.arguments import reject
+
+if TYPE_CHECKING:  # torch is loaded only once there is work to do
+    from retreever.models.base import Model
+
+Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projection"]
+KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # what the copy task calls models without an encoder
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """A model and its sizes."""
+
+    model: Literal["retreever", "transformer-ca", "perceiver-io", "tca", "ca"] = "retreever"
+    """Tree cross attention, cross attention over all tokens, or Perceiver IO, behind the same kind of encoder; without
+    an encoder, on the copy task, the first two are tca and ca."""
+    layers: int = 6
+    """Encoder layers."""
+    dim: int = 64
+    """Width of all tokens."""
+    hidden: int = 128
+    """Width of feed-forward layers."""
+    dropout: float = 0.0
+    """Dropout of all models."""
+    residual: Literal["auto", "pre", "normalised"] = "auto"
+    """Residuals around the norm, or on normalised inputs as in the paper's code; auto is what trains best: around the
+    norm for Perceiver IO and on the copy task, else normalised."""
+    latents: int = 0
+    """Latents of Perceiver IO; 0 takes as many as the tree reads tokens."""
+    order: Order = "kd"
+    """How tokens are laid on the leaves."""
+    axis: int = 0
+    """The coordinate of --order axis."""
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """The tree and how its search is trained."""
+
+    branch: int = 2
+    """Children per tree node."""
+    reward: Literal["log-likelihood", "squared-error", "accuracy", "cross-entropy"] = "log-likelihood"
+    """What the tree search is rewarded for."""
+    lambda_rl: float = 1.0
+    """Weight of the policy's loss."""
+    lambda_ca: float = 1.0
+    """Weight of the loss read over all leaves."""
+    gate: Literal["leaves", "open"] = "leaves"
+    """For classes, train the search as far as reading all leaves has come, or from the start."""
+    detours: float = 0.0
+    """Share of the queries that make one decision of the search at random while training."""
+
+
+def make_model(
+    model: ModelSettings, search: SearchSettings, task_fields: dict[str, Any], context: int, published: bool
+) -> Model:
+    """A model, freshly initialised.
+
+    Args:
+        model: which, and its sizes.
+        search: of the tree.
+        task_fields: what the task settles.
+        context: its largest context.
+        published: with the choices of the paper's code; gate and detours stay as set.
+    """
+    from retreever.models.config import ModelConfig
+    from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
+    from retreever.models.retreever import ReTreever, ReTreeverConfig
+    from retreever.models.transformer_ca import TransformerCA
+    from retreever.objective import ObjectiveConfig
+    from retreever.tree.plan import TreePlan
+
+    sizes = {name: getattr(model, name) for name in ("layers", "dim", "hidden", "dropout", "residual")}
+    shared = task_fields | sizes | ({"encoder": "identity"} if model.model in KINDS else {})
+    kind = KINDS.get(model.model, model.model)
+    if kind == "transformer-ca":
+        return TransformerCA(ModelConfig(**shared))
+    if kind == "perceiver-io":
+        latents = model.latents or TreePlan(context, search.branch).tokens
+        return PerceiverIO(PerceiverIOConfig(**shared, latents=latents))
+    objective = ObjectiveConfig(reward=search.reward, lambda_rl=search.lambda_rl, lambda_ca=search.lambda_ca)
+    tree: Any = {"order": model.order, "axis": model.axis, "branch": search.branch}
+    config = ReTreeverConfig(**shared, **tree, objective=objective)
+    if published:
+        config = config.as_published()
+    objective = replace(config.objective, gate=search.gate, detours=search.detours)
+    residual: Any = config.residual if model.residual == "normalised" else model.residual
+    return ReTreever(replace(config, objective=objective, residual=residual))
+
+
+def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Order) -> str:
+    """The part of a run's name that tells models apart: what differs from the usual."""
+    searches = KINDS.get(model.model, model.model) == "retreever"
+    axis = str(model.axis) if model.order == "axis" else ""
+    weights = (("rl", search.lambda_rl), ("ca", search.lambda_ca))
+    marks = (
+        model.model,
+        str(model.latents) if model.latents else "",
+        "ce" if searches and search.reward == "cross-entropy" else "",
+        f"{model.order}{axis}" if model.order != natural_order else "",
+        f"branch{search.branch}" if search.branch != 2 else "",
+        *(f"{name}{value:g}" for name, value in weights if value != 1),
+    )
+    return "-".join(mark for mark in marks if mark)
+
+
+def check_model(model: ModelSettings, task: str, models: tuple[str, ...]) -> None:
+    """A task has its own models."""
+    if model.model not in models:
+        reject("model", f"a model of the {task} task, one of {', '.join(models)}", repr(model.model))

@@ -1,0 +1,179 @@
+"""`retreever train` and `retreever eval`: their arguments on the command line. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from tyro.conf import Positional
+from tyro.conf import subcommand as named
+
+from retreever.arguments import check_int, reject
+from retreever.lab.recipes.models import ModelSettings, SearchSettings
+from retreever.lab.recipes.recipe import PRESETS, Preset, Recipe, compose
+from retreever.lab.recipes.tasks import ActivitySettings, CelebASettings, CopySettings, EmnistSettings, GPSettings
+from retreever.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where runs train and where their files go."""
+
+    out: Path = Path("runs")
+    """Where run folders go."""
+    data: Path | None = None
+    """Folder that holds the datasets; without it RETREEVER_DATA, or the default `retreever data list` shows."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    at_once: int = 16
+    """Runs that train side by side on a GPU; on a CPU they go one after another."""
+    resume: bool = False
+    """Go on with runs that were stopped."""
+    overwrite: bool = False
+    """Replace runs of the same name."""
+    tensorboard: bool = False
+    """Also write TensorBoard files into the run folders."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Train a recipe: what all tasks share. Settings given by hand win over --quick, which wins over --preset."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    where: Where = field(default_factory=Where)
+    preset: Preset = "default"
+    """This library's choices, or those of the paper's public code (its optimiser settings too)."""
+    quick: bool = False
+    """A small model and few steps, for a look within a minute on a CPU."""
+    seeds: tuple[int, ...] = ()
+    """Seeds of weights, data and sampled paths, one run each, side by side on a GPU; none means --seed alone."""
+
+    def run(self) -> None:
+        """Train one run per seed."""
+        from retreever.lab.recipes.command import train
+
+        for seed in self.seeds:
+            check_int("seeds", seed, 0)
+        if len(set(self.seeds)) != len(self.seeds):
+            reject("seeds", "one or more different seeds", self.seeds)
+        train(self.recipes(), self.where)
+
+    def recipes(self) -> list[Recipe]:
+        """One for each seed."""
+        task: Any = self.task  # type: ignore[attr-defined]
+        recipe = Recipe(task, self.model, self.search, self.train, self.preset, self.quick).resolved()
+        return [recipe.changed(seed=seed) for seed in self.seeds or (self.train.seed,)]
+
+
+@dataclass(frozen=True)
+class TrainCopy(Launch):
+    """Repeat a sequence backwards: cross attention and tree cross attention without an encoder."""
+
+    task: CopySettings = field(default_factory=CopySettings)
+
+
+@dataclass(frozen=True)
+class TrainGP(Launch):
+    """Regression on functions drawn from Gaussian processes."""
+
+    task: GPSettings = field(default_factory=GPSettings)
+
+
+@dataclass(frozen=True)
+class TrainEmnist(Launch):
+    """Completion of EMNIST digits."""
+
+    task: EmnistSettings = field(default_factory=EmnistSettings)
+
+
+@dataclass(frozen=True)
+class TrainCelebA(Launch):
+    """Completion of CelebA faces."""
+
+    task: CelebASettings = field(default_factory=CelebASettings)
+
+
+@dataclass(frozen=True)
+class TrainActivity(Launch):
+    """Which activity a person is at, from the positions of four body tags."""
+
+    task: ActivitySettings = field(default_factory=ActivitySettings)
+
+
+LAUNCHES: dict[str, type[Launch]] = {
+    "copy": TrainCopy,
+    "gp": TrainGP,
+    "emnist": TrainEmnist,
+    "celeba": TrainCelebA,
+    "activity": TrainActivity,
+}
+
+
+def train_commands(words: Sequence[str]) -> Any:
+    """The union of all `retreever train` commands.
+
+    Their defaults are those that --preset and --quick among `words` ask for, so that what else is said overrides them,
+    and --help shows what would run.
+    """
+    preset, quick = asked_preset(words), "--quick" in words
+    union: Any = None
+    for task, kind in LAUNCHES.items():
+        recipe = compose(task, preset, quick, {})
+        make: Any = kind
+        default = make(
+            model=recipe.model,
+            search=recipe.search,
+            train=recipe.train,
+            preset=preset,
+            quick=quick,
+            task=recipe.task,
+        )
+        command = Annotated[make, named(task, default=default, prefix_name=False)]
+        union = command if union is None else union | command
+    return union
+
+
+def asked_preset(words: Sequence[str]) -> Preset:
+    """The preset that the words of a command line name; a wrong one is refused when they are parsed."""
+    said = [after for word, after in pairwise([*words, ""]) if word == "--preset"]
+    said += [word.partition("=")[2] for word in words if word.startswith("--preset=")]
+    return next((preset for preset in PRESETS if preset in said), "default")
+
+
+@dataclass(frozen=True)
+class EvaluateRun:
+    """Score a trained run on its test set, or the exact posterior: `retreever eval gp --model oracle`."""
+
+    what: Positional[Path | None] = None
+    """Folder of a run, or gp."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights: those that did best on validation, or the newest."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    model: Literal["trained", "oracle"] = "trained"
+    """oracle is the exact posterior of a Gaussian process that knows its hyperparameters."""
+    kernel: Literal["rbf", "matern", "periodic"] = "rbf"
+    """Of the oracle."""
+
+    oracles: ClassVar[tuple[str, ...]] = ("gp",)
+
+    def run(self) -> int:
+        """Print the scores; returns 0, as nothing is compared."""
+        from retreever.lab.recipes.command import evaluate_oracle, evaluate_run
+
+        if self.what is None:
+            reject("what", "the folder of a run, or --pretrained NAME", "none")
+        if self.model == "oracle":
+            if str(self.what) not in self.oracles:
+                reject("what", "gp, the task whose exact posterior is known", repr(str(self.what)))
+            evaluate_oracle(self.kernel)
+        else:
+            evaluate_run(self.what, self.checkpoint, self.data, self.device)
+        return 0

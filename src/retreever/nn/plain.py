@@ -1,0 +1,56 @@
+"""Whether a layer is exactly the plain one, so that a kernel given its tensors computes what calling it would.
+
+Subclasses, wrappers, adapters, hooks, parametrizations and quantised, sharded or compiled layers are not: for them the
+layer itself is called.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from retreever.nn.blocks import AttentionBlock, FeedForward
+from retreever.ops.aggregate.weights import LayerWeights
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+EPSILON = 1e-5  # of `nn.LayerNorm`, and of the kernels
+
+
+def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
+    """Whether calling `module` does what `kind` does with its parameters, and nothing else."""
+    return (
+        type(module) is kind
+        and not any(getattr(module, hooks) for hooks in HOOKS)
+        and "forward" not in vars(module)
+        and getattr(module, "_compiled_call_impl", None) is None
+        and all(parameter is None or type(parameter) is nn.Parameter for parameter in module._parameters.values())
+        and not torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def plain_layer(block: nn.Module) -> LayerWeights | None:
+    """The weights of a transformer layer whose parts are all plain; None otherwise, and where it draws dropout."""
+    if not is_plain(block, AttentionBlock):
+        return None
+    assert isinstance(block, AttentionBlock)
+    feed = block.feed_forward
+    covered = (block.residual, block.shared_norm) in (("pre", True), ("normalised", False))
+    if not (covered and block.context_norm is None and is_plain(feed, FeedForward)):
+        return None
+    assert isinstance(feed, FeedForward)
+    linears = (block.to_q, block.to_kv, block.to_out, feed.up, feed.down)
+    norms = (block.norm, block.feed_norm)
+    if not all(is_plain(part, nn.Linear) for part in linears) or not is_plain(feed.dropout, nn.Dropout):
+        return None
+    if (block.training and block.dropout) or (feed.dropout.training and feed.dropout.p):
+        return None
+    if not all(is_plain(part, nn.LayerNorm) and part.eps == EPSILON for part in norms):
+        return None
+    if block.to_q.bias is not None or block.to_kv.bias is not None:
+        return None
+    after = (block.to_out, block.feed_norm, feed.up, feed.down)
+    tensors = [block.norm.weight, block.norm.bias, block.to_q.weight, block.to_kv.weight]
+    tensors += [tensor for part in after for tensor in (part.weight, part.bias)]
+    if any(tensor is None for tensor in tensors):
+        return None
+    return LayerWeights(*tensors, heads=block.heads, pre=block.residual == "pre")

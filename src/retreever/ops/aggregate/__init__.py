@@ -1,0 +1,1 @@
+"""The inner nodes of a tree, bottom-up."""

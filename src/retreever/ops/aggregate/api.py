@@ -1,0 +1,42 @@
+"""`aggregate`: the inner nodes of a tree by a fused kernel, where one can; the plain way is in `tree.build`."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from retreever.ops.aggregate.weights import LayerWeights
+from retreever.ops.backend import Impl, choose, transformed
+from retreever.tree.plan import TreePlan
+
+WIDEST, MOST_CHILDREN, NARROWEST_HEAD = 128, 16, 16
+
+
+def aggregates(plan: TreePlan, weights: LayerWeights, leaves: Float[Tensor, "b leaves d"], impl: Impl) -> bool:
+    """Whether a kernel summarises these leaves: on CUDA, without gradients, in sizes that fill tensor-core tiles."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
+        return False
+    if choose("aggregate", impl, leaves) != "triton":
+        return False
+    dim = leaves.shape[2]
+    power_of_two = dim & (dim - 1) == 0
+    fills = power_of_two and dim // weights.heads >= NARROWEST_HEAD and dim <= WIDEST and weights.hidden % dim == 0
+    alike = all(_alike(tensor, leaves) for tensor in weights.tensors)
+    return fills and alike and plan.branch <= MOST_CHILDREN and leaves.numel() > 0
+
+
+def aggregate(
+    leaves: Float[Tensor, "b leaves d"], mask: Bool[Tensor, "b t"] | None, plan: TreePlan, weights: LayerWeights
+) -> Float[Tensor, "b t d"]:
+    """Nodes of all levels: a transformer layer among siblings, then their mean; `aggregates` must be True."""
+    from retreever.ops.aggregate.launch_triton import aggregate_triton
+
+    nodes = leaves.new_empty(leaves.shape[0], plan.nodes, leaves.shape[2])
+    nodes[:, plan.leaf_offset :] = leaves
+    aggregate_triton(nodes, mask, plan, weights)
+    return nodes
+
+
+def _alike(weight: Tensor, leaves: Tensor) -> bool:
+    return weight.dtype == leaves.dtype and weight.device == leaves.device and weight.is_contiguous()

@@ -1,0 +1,58 @@
+"""How the aggregation kernel is launched: levels from the leaves up, several at once where they are short."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from retreever.ops.aggregate.kernels_triton import aggregate_up
+from retreever.ops.aggregate.weights import LayerWeights
+from retreever.ops.launching_triton import on_device_of, precision
+from retreever.tree.plan import TreePlan, tree_depth
+
+# Rows of a tile on long levels and on short ones, and the number of parents up to which a level is short: there the
+# time is that of one program, not of the GPU.
+ROWS, SHORT_ROWS, SHORT = 64, 32, 4096
+
+
+def aggregate_triton(nodes: Tensor, mask: Tensor | None, plan: TreePlan, weights: LayerWeights) -> None:
+    """Fill all inner levels of `nodes` (b, t, d), whose leaves are already in place, in place.
+
+    Long levels are a launch each. Once a level is too short to keep a GPU busy, a launch climbs as many levels as its
+    programs can without waiting for one another.
+    """
+    level, children, first_child = plan.depth, plan.block, plan.leaf_offset
+    while level:
+        parents = plan.branch**level
+        short = nodes.shape[0] * parents <= SHORT
+        rows = SHORT_ROWS if short else ROWS
+        steps = min(level, climb(rows, children)) if short and children == plan.branch else 1
+        _launch(nodes, mask, weights, (first_child, plan.offset(level), parents), children, rows, steps)
+        level, children = level - steps, plan.branch
+        first_child = plan.offset(level + 1)
+
+
+def climb(rows: int, children: int) -> int:
+    """How many levels a tile of `rows` rows can climb: rows hold children^climb nodes of one subtree."""
+    return tree_depth(rows + 1, children)
+
+
+def _launch(
+    nodes: Tensor,
+    mask: Tensor | None,
+    weights: LayerWeights,
+    where: tuple[int, int, int],
+    children: int,
+    rows: int,
+    steps: int,
+) -> None:
+    first_child, first_parent, parents = where
+    total_parents = nodes.shape[0] * parents
+    count = rows // children if steps == 1 else children ** (climb(rows, children) - 1)
+    dim = nodes.shape[2]
+    with on_device_of(nodes):
+        aggregate_up[(-(-total_parents // count),)](
+            nodes, mask, nodes.stride(0), 0 if mask is None else mask.stride(0),
+            first_child, first_parent, parents, total_parents, count, steps, *weights.tensors,
+            children, weights.heads, dim, weights.hidden, weights.pre, (dim // weights.heads) ** -0.5,
+            precision(nodes.dtype), rows, num_warps=4, num_stages=1,
+        )  # fmt: skip

@@ -1,0 +1,52 @@
+"""`attention`: softmax attention of queries over tokens. A kernel of our own trains on CUDA; torch does the rest."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from retreever.ops.attention.reference import attend_few, attention_reference
+from retreever.ops.backend import Impl, choose, transformed
+
+# Up to this many query-key pairs per row, sums of products beat attention made for long sequences.
+FEW = 16
+WIDEST = 128  # head of the kernel
+
+
+def attention(
+    q: Float[Tensor, "b m h e"],
+    keys: Float[Tensor, "b n h e"],
+    values: Float[Tensor, "b n h e"],
+    mask: Bool[Tensor, "b n"] | None = None,
+    dropout: float = 0.0,
+    impl: Impl = "auto",
+) -> Float[Tensor, "b m h e"]:
+    """Attention over the real tokens of every row; a row without any gives NaN, as torch's does."""
+    if q.shape[1] * keys.shape[1] <= FEW:
+        return attend_few(q, keys, values, mask, dropout)
+    if impl == "reference":
+        return attention_reference(q, keys, values, mask, dropout)
+    if choose("attention", impl, q) == "triton" and _trains(q, keys, values, dropout):
+        from retreever.ops.attention.launch_triton import attention_triton
+
+        return attention_triton(q, keys, values, mask)
+    shown = None if mask is None else mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=shown, dropout_p=dropout
+    )
+    return out.transpose(1, 2)
+
+
+def _trains(q: Tensor, keys: Tensor, values: Tensor, dropout: float) -> bool:
+    """Whether the kernel is for this call: a gradient is wanted, and there is no dropout to draw."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad or values.requires_grad)
+    return (
+        wanted
+        and dropout == 0
+        and q.dtype == keys.dtype == values.dtype
+        and q.shape[-1] <= WIDEST
+        and q.numel() > 0
+        and not transformed()
+    )

@@ -1,0 +1,1 @@
+"""Tree attention: one pass down the tree that searches and attends."""

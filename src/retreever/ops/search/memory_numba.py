@@ -1,0 +1,156 @@
+"""Memory of Numba kernels: vectors read and written, space on the stack, and counters that threads share."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from retreever.ops.search.lanes_numba import (
+    INT32,
+    LANES,
+    Lanes,
+    call_llvm,
+    constant,
+    first_lanes,
+    intrinsic,
+    part,
+    suffix,
+)
+
+INDEX = np.int64(0)
+ROOM = 64
+
+
+@intrinsic
+def pointer(_typing: Any, address: Any, like: Any) -> Any:
+    """An address as a pointer to numbers of the type of `like`."""
+    kind = types.CPointer(like)
+    return kind(address, like), lambda context, builder, _s, v: builder.inttoptr(v[0], context.get_value_type(kind))
+
+
+def _at(builder: ir.IRBuilder, base: Any, index: Any, kind: ir.VectorType) -> Any:
+    return builder.bitcast(builder.gep(base, [index]), kind.as_pointer())
+
+
+@intrinsic
+def load(_typing: Any, base: Any, index: Any) -> Any:
+    """The numbers base[index] ... base[index + LANES - 1]."""
+    kind = Lanes(base.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        return builder.load(
+            _at(builder, values[0], values[1], context.get_value_type(kind)), align=base.dtype.bitwidth // 8
+        )
+
+    return kind(base, types.intp), codegen
+
+
+@intrinsic
+def store(_typing: Any, base: Any, index: Any, vector: Any) -> Any:
+    """Write the lanes to base[index] ... base[index + LANES - 1]."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        builder.store(values[2], _at(builder, values[0], values[1], values[2].type), align=base.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.none(base, types.intp, vector), codegen
+
+
+@intrinsic
+def load_first(_typing: Any, base: Any, index: Any, count: Any) -> Any:
+    """base[index] ... base[index + count - 1], then zeros: nothing beyond is touched."""
+    kind = Lanes(base.dtype)
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        vector = context.get_value_type(kind)
+        where = _at(builder, values[0], values[1], vector)
+        align = ir.Constant(INT32, base.dtype.bitwidth // 8)
+        args = [where, align, first_lanes(builder, values[2]), constant(vector, 0.0)]
+        return call_llvm(builder, "llvm.masked.load", vector, args, f"{suffix(vector)}.p0")
+
+    return kind(base, types.intp, types.intp), codegen
+
+
+@intrinsic
+def store_first(_typing: Any, base: Any, index: Any, vector: Any, count: Any) -> Any:
+    """Write the first `count` lanes."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        where = _at(builder, values[0], values[1], values[2].type)
+        args = [values[2], where, ir.Constant(INT32, base.dtype.bitwidth // 8), first_lanes(builder, values[3])]
+        call_llvm(builder, "llvm.masked.store", ir.VoidType(), args, f"{suffix(values[2].type)}.p0")
+        return context.get_dummy_value()
+
+    return types.none(base, types.intp, vector, types.intp), codegen
+
+
+@intrinsic
+def room(_typing: Any, like: Any) -> Any:
+    """Space for ROOM vectors until the kernel returns: on the stack, which takes no time to get."""
+    kind = types.CPointer(like)
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, _values: Any) -> Any:
+        vector = ir.VectorType(context.get_value_type(like), LANES)
+        with builder.goto_entry_block():
+            place = builder.alloca(vector, ROOM)
+        place.align = LANES * like.bitwidth // 8
+        return builder.bitcast(place, context.get_value_type(kind))
+
+    return kind(like), codegen
+
+
+@intrinsic
+def prefetch(_typing: Any, base: Any, index: Any) -> Any:
+    """Start to bring base[index] near, for it will be read soon; any address will do."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        where = builder.gep(values[0], [values[1]])
+        read, near, data = (ir.Constant(INT32, i) for i in (0, 3, 1))
+        call_llvm(builder, "llvm.prefetch", ir.VoidType(), [where, read, near, data], "p0")
+        return context.get_dummy_value()
+
+    return types.none(base, types.intp), codegen
+
+
+@intrinsic
+def fetch_add(_typing: Any, counter: Any) -> Any:
+    """Add 1 to what `counter` points to and return what it held before; threads do so one after the other."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "seq_cst")
+
+    return types.int64(counter), codegen
+
+
+@part
+def take(base, index, rest):
+    """The numbers from base[index] on: LANES, or `rest` where that is less, then zeros."""
+    return load(base, index) if rest >= LANES else load_first(base, index, rest)
+
+
+@part
+def give(base, index, vector, rest):
+    """Write the lanes, or the first `rest` of them where that is less."""
+    if rest >= LANES:
+        store(base, index, vector)
+    else:
+        store_first(base, index, vector, rest)
+
+
+@part
+def claim(turns, index):
+    """The item after `index`; or, if threads share the work, the next one nobody has taken."""
+    if turns:
+        return fetch_add(pointer(turns, INDEX))
+    return index + 1
+
+
+@part
+def finish(turns):
+    """Count an item as done, where others wait for it."""
+    if turns:
+        fetch_add(pointer(turns + 8, INDEX))

@@ -1,0 +1,102 @@
+"""Tree attention in plain torch: the oracle every other backend is measured against. Any dtype, any device.
+
+One pass down the tree (paper, Algorithm 1). The scores that choose a child are the scores the cross attention needs, so
+each level scores its children once, keeps the rejected ones, and the leaves of the last block complete the set.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retreever.tree.plan import TreePlan
+
+
+def search_reference(
+    q: Float[Tensor, "b m h e"],
+    keys: Float[Tensor, "b t h e"],
+    values: Float[Tensor, "b t h e"],
+    plan: TreePlan,
+    node_mask: Bool[Tensor, "b t"] | None,
+    noise: Float[Tensor, "b m depth"] | None,
+    choices: Int[Tensor, "b m depth"] | None = None,
+) -> tuple[Float[Tensor, "b m h e"], Int[Tensor, "b m"], Float[Tensor, "b m"], Float[Tensor, "b m"]]:
+    """Output, path, log_prob and entropy of every query; arguments are those of `tree_attention`, already checked.
+
+    Half precision is computed in float32; log_prob and entropy stay there, the output returns to the dtype of q.
+    """
+    b, m = q.shape[:2]
+    dtype, q = q.dtype, q.to(torch.promote_types(q.dtype, torch.float32))
+    path = torch.zeros(b, m, dtype=torch.int64, device=q.device)
+    log_prob, entropy = q.new_zeros(b, m), q.new_zeros(b, m)
+    scores, rows = [], []
+    for level in range(1, plan.depth + 1):
+        children = plan.offset(level) + path[..., None] * plan.branch + _range(plan.branch, path)
+        level_scores = _score(q, keys, node_mask, children)
+        policy = level_scores.softmax(dim=2).mean(dim=3)  # (b, m, k): head mean of the attention weights
+        chosen = _choose(policy, None if noise is None else noise[..., level - 1])
+        if choices is not None:
+            chosen = _forced(chosen, choices[..., level - 1], level_scores)
+        # A policy may underflow to 0 for a real child; the clamp keeps 0 * log 0 at 0, also in the gradient.
+        log_policy = policy.clamp_min(torch.finfo(policy.dtype).tiny).log()
+        log_prob = log_prob + log_policy.gather(2, chosen[..., None])[..., 0]
+        entropy = entropy - (policy * log_policy).sum(dim=2)
+        taken = _range(plan.branch, path) == chosen[..., None]
+        scores.append(level_scores.masked_fill(taken[..., None], -torch.inf))
+        rows.append(children)
+        path = path * plan.branch + chosen
+    leaves = plan.leaf_offset + path[..., None] * plan.block + _range(plan.block, path)
+    scores.append(_score(q, keys, node_mask, leaves))
+    rows.append(leaves)
+    weights = torch.cat(scores, dim=2).softmax(dim=2)  # (b, m, s, h)
+    picked = _rows(values, torch.cat(rows, dim=2), node_mask)  # (b, m, s, h, e)
+    return (weights[..., None] * picked).sum(dim=2).to(dtype), path, log_prob, entropy
+
+
+def _range(length: int, like: Tensor) -> Int[Tensor, " length"]:
+    return torch.arange(length, device=like.device)
+
+
+def _rows(
+    nodes: Float[Tensor, "b t h e"], index: Int[Tensor, "b m s"], mask: Bool[Tensor, "b t"] | None
+) -> Float[Tensor, "b m s h e"]:
+    """nodes[b, index[b, m, s]] for every query; 0 at padding, whatever it holds: 0 * NaN would be NaN."""
+    batch = torch.arange(nodes.shape[0], device=nodes.device)[:, None, None]
+    picked = nodes[batch, index]
+    return picked if mask is None else picked.masked_fill(~mask[batch, index][..., None, None], 0)
+
+
+def _score(
+    q: Float[Tensor, "b m h e"], keys: Float[Tensor, "b t h e"], mask: Tensor | None, index: Int[Tensor, "b m s"]
+) -> Float[Tensor, "b m s h"]:
+    """Scaled dot products of each query with the nodes of `index`; -inf at nodes that are padding."""
+    scores = (q[:, :, None] * _rows(keys, index, mask)).sum(dim=-1) * q.shape[-1] ** -0.5
+    if mask is None:
+        return scores
+    batch = torch.arange(mask.shape[0], device=mask.device)[:, None, None]
+    return scores.masked_fill(~mask[batch, index][..., None], -torch.inf)
+
+
+def _choose(policy: Float[Tensor, "b m k"], noise: Float[Tensor, "b m"] | None) -> Int[Tensor, "b m"]:
+    """The child to descend into: the first most likely one, or by inverse CDF when noise is given.
+
+    A child of probability 0 (padding) is never chosen: its interval of the CDF is empty, and rounding at the upper
+    end falls back to the last child that has any probability.
+    """
+    policy = policy.detach()
+    if noise is None:
+        return policy.argmax(dim=2)
+    below = (noise[..., None] >= policy.cumsum(dim=2)).sum(dim=2)
+    last = policy.shape[2] - 1 - (policy > 0).flip(2).to(torch.int8).argmax(dim=2)
+    return torch.minimum(below, last)
+
+
+def _forced(
+    chosen: Int[Tensor, "b m"], choice: Int[Tensor, "b m"], scores: Float[Tensor, "b m k h"]
+) -> Int[Tensor, "b m"]:
+    """`choice` where that is a real child, else `chosen`."""
+    real = (scores.detach() > -torch.inf).any(dim=3)
+    valid = (choice >= 0) & (choice < real.shape[2])
+    safe = torch.where(valid, choice, 0)
+    return torch.where(valid & real.gather(2, safe[..., None])[..., 0], safe, chosen)

@@ -1,0 +1,108 @@
+"""How compiled kernels run: entry points by dtype, and Python threads that share a large call.
+
+Numba's own parallel layer is not used: once a process has used it, forked workers of a DataLoader are killed.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import types
+
+# Multiply-adds a thread must get before it is worth waking: it comes 25 us late and costs the caller 15 us.
+GRAIN = 200_000
+POLLS = 200  # times a caller looks for helpers to finish before it sleeps between looks
+PAUSE = 5e-5  # seconds
+
+
+class Entries(dict[torch.dtype, tuple[Callable[..., None], Any]]):
+    """Entry points of a kernel by dtype, compiled on first use, each with a number of that type."""
+
+    def __init__(self, kernel: Any, *lengths: int) -> None:
+        self.kernel, self.lengths = kernel, lengths
+
+    def __missing__(self, dtype: torch.dtype) -> tuple[Callable[..., None], Any]:
+        real = np.float32(1) if dtype == torch.float32 else np.float64(1)
+        tuples = (types.UniTuple(types.int64, length) for length in self.lengths)
+        signature = (*tuples, types.int64, types.int64, types.float32 if dtype == torch.float32 else types.float64)
+        try:
+            entry = self.kernel.compile(signature)
+        except Exception:  # the cache folder disappeared or holds a damaged file: compile without it
+            entry = numba.njit(self.kernel.py_func, error_model="numpy", nogil=True).compile(signature)
+        self[dtype] = entry, real
+        return self[dtype]
+
+
+class Team:
+    """Threads that help with large calls. A forked child starts without any and makes its own.
+
+    They run compiled kernels only and leave torch's number of threads alone: setting it in one thread would change what
+    every later thread of the program starts with.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self.reset)
+
+    def reset(self) -> None:
+        """Forget all threads and jobs."""
+        self.jobs: SimpleQueue[Any] = SimpleQueue()
+        self.lock = threading.Lock()
+        self.size = 0
+
+    def help(self, helpers: int, job: tuple[Any, ...]) -> None:
+        """Let `helpers` threads join a computation when they wake: (function, arguments, what must stay alive)."""
+        with self.lock:
+            while self.size < helpers:
+                threading.Thread(target=self._work, args=(self.jobs,), name="retreever", daemon=True).start()
+                self.size += 1
+        for _ in range(helpers):
+            self.jobs.put(job)
+
+    @staticmethod
+    def _work(jobs: SimpleQueue[Any]) -> None:
+        while True:
+            function, arguments, alive = jobs.get()
+            with suppress(MemoryError):  # raised before it took an item: the others do without it
+                function(*arguments)
+            del function, arguments, alive  # hold no tensors while waiting
+
+
+team = Team()
+
+
+def run(
+    entries: Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: Sequence[Any]
+) -> None:
+    """Compute all items of a kernel, with as many threads as torch uses where the work pays for waking them.
+
+    Threads take one item after the other, so one that wakes late on a busy machine delays nobody. The result does not
+    depend on which thread computes an item.
+    """
+    entry, real = entries[dtype]
+    helpers = 0 if work < 2 * GRAIN else min(torch.get_num_threads(), items, work // GRAIN) - 1
+    if helpers < 1:
+        entry(*arguments, items, 0, real)
+        return
+    alive = [*alive]
+    turns = np.zeros(2, np.int64)  # items taken, items done
+    arguments = (*arguments, items, turns.ctypes.data, real)
+    team.help(helpers, (entry, arguments, (turns, alive)))
+    entry(*arguments)
+    polls = 0
+    while turns[1] < items:  # at most one item per helper is still under way
+        polls += 1
+        if polls > POLLS:
+            time.sleep(PAUSE)
+    alive.clear()  # a helper that wakes later finds nothing to do

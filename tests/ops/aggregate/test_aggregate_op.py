@@ -1,0 +1,79 @@
+"""The aggregator as one kernel per level equals the plain one: in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from retreever.ops.aggregate.api import aggregates
+from retreever.tree.aggregate import TransformerAggregator, plain_weights
+from retreever.tree.build import build_nodes
+from retreever.tree.plan import TreePlan
+
+pytest.importorskip("retreever.ops.aggregate.launch_triton")
+CASES = [(8, 2, 64, 4, False), (13, 2, 64, 4, True), (30, 4, 32, 2, True), (27, 3, 64, 4, False)]
+
+
+def an_aggregator(dim: int, heads: int, residual: str) -> TransformerAggregator:
+    torch.manual_seed(0)
+    aggregator = TransformerAggregator(dim, heads, 2 * dim, residual).eval()
+    for parameter in aggregator.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return aggregator
+
+
+def a_context(b: int, n: int, dim: int, masked: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(1)
+    mask = torch.rand(b, n) < 0.7
+    mask[:, 0] = mask[0] = True
+    return torch.randn(b, n, dim), mask if masked else None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("residual", ["pre", "normalised"])
+@pytest.mark.parametrize(("n", "branch", "dim", "heads", "masked"), CASES)
+def test_interpreted_levels_equal_plain_ones(
+    n: int, branch: int, dim: int, heads: int, masked: bool, residual: str
+) -> None:
+    aggregator, (context, mask) = an_aggregator(dim, heads, residual), a_context(3, n, dim, masked)
+    with torch.inference_mode():
+        _, plain, plain_mask = build_nodes(context, aggregator, branch, mask, impl="reference")
+        _, fused, fused_mask = build_nodes(context, aggregator, branch, mask, impl="triton")
+    assert not torch.equal(plain, fused)  # the kernel ran: it rounds differently
+    assert (fused_mask is None and plain_mask is None) or torch.equal(fused_mask, plain_mask)
+    assert torch.allclose(fused, plain, atol=5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", ["pre", "normalised"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "branch", "dim", "heads", "masked"), [*CASES, (1000, 2, 64, 4, True)])
+def test_fused_build_equals_plain_build(
+    n: int, branch: int, dim: int, heads: int, masked: bool, dtype: torch.dtype, residual: str
+) -> None:
+    """Against float64, the fused build errs no more than twice as much as plain torch in the same dtype."""
+    aggregator = an_aggregator(dim, heads, residual).to("cuda", dtype)
+    context, mask = a_context(3, n, dim, masked)
+    context, mask = context.to("cuda", dtype), None if mask is None else mask.cuda()
+    with torch.inference_mode():
+        _, fused, _ = build_nodes(context, aggregator, branch, mask)
+        _, plain, _ = build_nodes(context, aggregator, branch, mask, impl="reference")
+        _, exact, _ = build_nodes(context.double(), aggregator.double(), branch, mask, impl="reference")
+    ours, theirs = (fused - exact).abs().max(), (plain - exact).abs().max()
+    assert ours <= 2 * theirs + 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_what_the_kernel_cannot_do_is_left_to_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+    def taken(dim: int, heads: int, branch: int = 2, dtype: torch.dtype = torch.float32) -> bool:
+        weights = plain_weights(TransformerAggregator(dim, heads, 2 * dim).to(dtype).eval())
+        assert weights is not None
+        return aggregates(TreePlan(4, branch), weights, torch.zeros(1, 4, dim, dtype=dtype), "triton")
+
+    with torch.no_grad():
+        assert taken(64, 4)
+        assert not taken(24, 2)  # not a power of two
+        assert not taken(64, 8)  # heads too narrow
+        assert not taken(64, 4, branch=32)  # too many siblings
+    assert not taken(64, 4)  # gradients are wanted
