@@ -1,18 +1,22 @@
 # Two commands do everything on a machine with Python 3.11+, make and pip:
 #   make demo    train three models on the copy task and show what came out (1 to 2 minutes on 2 cores)
 #   make test    lint, types, tests
+# On a machine with an NVIDIA GPU, `make test-gpu` runs the tests that need one.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-gpu lint clean
 
 demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
 
 test: $(INSTALLED) lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one thread a worker: they would wait for one another
+
+test-gpu: $(INSTALLED)  # the tests marked gpu, on a machine that has one
+	@$(BIN)/python -m pytest -m gpu -n 4
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -242,3 +243,26 @@ def test_a_batch_that_does_not_fit_together_is_refused(
     message = str(caught.value)
     assert message.startswith(f"{argument}: expected ") and "\n" not in message
     assert expected in message and got in message.rpartition(", got ")[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"yc": torch.zeros(1, 2, 1)},
+            r"rows\[1\].yc: expected as many rows and points as x has \(1, 3\), got \(1, 2, 1\)",
+        ),
+        (
+            {"yt": torch.zeros(1, 5, 1)},
+            r"rows\[1\].yt: expected as many rows and points as x has \(1, 4\), got \(1, 5, 1\)",
+        ),
+        ({"context_mask": torch.ones(1, 2, dtype=torch.bool)}, r"rows\[1\].context_mask: expected as many rows"),
+        ({"target_mask": torch.ones(1, 2, dtype=torch.bool)}, r"rows\[1\].target_mask: expected as many rows"),
+        ({"xt": torch.zeros(2, 4, 1), "yt": torch.zeros(2, 4, 1)}, r"rows\[1\].xt: expected as many rows as xc has"),
+    ],
+)
+def test_collate_makes_up_no_points(changes: dict[str, Tensor], named: str) -> None:
+    """Values that are missing would become zeros that count as real."""
+    good = Batch(torch.zeros(1, 3, 1), torch.zeros(1, 3, 1), torch.zeros(1, 4, 1), torch.zeros(1, 4, 1))
+    with pytest.raises(InputError, match=f"^{named}"):
+        collate([good, replace(good, **changes)])

@@ -62,7 +62,7 @@ def test_the_heads_are_asked_at_the_decision_a_detour_changed(n: int, branch: in
     for row, query in (choices >= 0).any(dim=2).nonzero().tolist():
         level = int((choices[row, query] >= 0).nonzero())
         above, child = divmod(int(path[row, query]) // branch ** (plan.depth - 1 - level), branch)
-        group = [plan.offset(level + 1) + above * branch + c for c in range(branch)]
+        group = [plan.offsets[level + 1] + above * branch + c for c in range(branch)]
         real = group if tree.mask is None else [r for r in group if tree.mask[row, r]]
         led = int(choices[row, query, level]) == child  # where the choice was padding the policy decided
         assert bool(found.taken[row, query]) == (len(real) > 1 and led)  # one child is no choice

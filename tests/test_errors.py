@@ -302,3 +302,12 @@ def test_models_never_answer_nonsense(kind: type[nn.Module]) -> None:
         return model.predict(points, values, wanted, spoiled_mask(dice, n)).mean
 
     fuzz(call, width=3)
+
+
+def test_settings_of_the_wrong_kind_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^iterative: expected True or False, got 'no'"):
+        PerceiverIO(iterative="no")
+    with pytest.raises(InputError, match=r"^aggregator: expected one of transformer, mean, got 'median'"):
+        ReTreever(dim=16, aggregator="median")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^impl: expected one of auto, reference, triton, numba, got 'cuda'"):
+        TransformerCA(dim=16, impl="cuda")

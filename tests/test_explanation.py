@@ -16,7 +16,7 @@ from retreever.errors import InputError
 from retreever.explanation import Explanation, children_of, descendants, explain, slots_of
 from retreever.results import TreeCrossAttentionResult
 from retreever.tree.build import plan_for
-from retreever.tree.layout import leaf_layout
+from retreever.tree.order import leaf_layout
 from retreever.tree.plan import TreePlan
 
 
@@ -44,7 +44,7 @@ def searches(draw: st.DrawFn) -> tuple[TreeCrossAttentionResult, int]:
     """A search down to a real leaf block, and how many tokens the row has."""
     branch, n = draw(st.integers(2, 5)), draw(st.integers(1, 70))
     length = draw(st.integers(1, n))
-    plan = plan_for(n, branch, torch.ones(1, n) if length < n else None)
+    plan = plan_for(n, branch, length < n)
     real = leaf_layout(plan, torch.tensor([length])).real.view(plan.blocks, plan.block).any(dim=1)
     path = draw(st.sampled_from(real.nonzero().flatten().tolist()))
     return searched(plan, path, length if length < n else None), length
@@ -118,7 +118,7 @@ def test_a_wide_tree_with_small_blocks_keeps_ids_apart() -> None:
 
 def test_padding_is_never_rejected_read_or_open() -> None:
     """Five tokens in a tree for thirteen: one side of the root is padding, so that step decides nothing."""
-    told = explain(searched(plan_for(13, 2, torch.ones(1, 13)), path=1, length=5))
+    told = explain(searched(plan_for(13, 2, True), path=1, length=5))
     assert (told.steps[0].children, told.steps[0].rejected) == ((1,), ())
     assert "took its only child 1" in str(told)
     padding = {node for node, real in enumerate(told.real) if not real}

@@ -20,6 +20,7 @@ from retreever.nn.blocks import AttentionBlock, Residual
 from retreever.nn.multihead import copy_multihead, multihead_arguments
 from retreever.ops.backend import Impl
 from retreever.ops.search.api import TreeAttention, read_leaves, search
+from retreever.ops.search.inputs import SearchInputs
 from retreever.results import (
     RETRIEVALS,
     CrossAttentionResult,
@@ -220,7 +221,7 @@ class TreeCrossAttention(nn.Module):
     ) -> TreeAttention:
         if noise is None and self.training:
             noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
-        return search(q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices, self.impl)
+        return search(SearchInputs(q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices), self.impl)
 
 
 def _result(

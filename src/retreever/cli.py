@@ -18,7 +18,7 @@ from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
 from retreever.errors import ConfigError, RetreeverError
-from retreever.lab.bench.options import AttentionBench, BuildBench, DataBench, MemoryBench, TrainBench
+from retreever.lab.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
 from retreever.lab.pretrained.options import Evaluate, Pretrained
@@ -60,7 +60,6 @@ class Bench:
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]
-        | Annotated[DataBench, named("data", prefix_name=False)]
     )
 
     def run(self) -> None:

@@ -177,7 +177,7 @@ def explain(result: TreeCrossAttentionResult, row: int = 0, query: int = 0) -> E
 
 def level_of(plan: TreePlan, node: int) -> int:
     """Level of a node: 0 for the root, `plan.depth + 1` for leaves."""
-    return next(level for level in range(plan.depth + 1, -1, -1) if node > plan.offset(level))
+    return next(level for level in range(plan.depth + 1, -1, -1) if node > plan.offsets[level])
 
 
 def children_of(plan: TreePlan, node: int) -> range:
@@ -186,7 +186,7 @@ def children_of(plan: TreePlan, node: int) -> range:
     if level > plan.depth:
         return range(0)
     width = plan.branch if level < plan.depth else plan.block
-    first = plan.offset(level + 1) + 1 + (node - 1 - plan.offset(level)) * width
+    first = plan.offsets[level + 1] + 1 + (node - 1 - plan.offsets[level]) * width
     return range(first, first + width)
 
 
@@ -194,7 +194,7 @@ def slots_of(plan: TreePlan, node: int) -> Range:
     """Leaf slots under a node; a leaf's own slot."""
     level = level_of(plan, node)
     width = plan.block * plan.branch ** (plan.depth - level) if level <= plan.depth else 1
-    index = node - 1 - plan.offset(level)
+    index = node - 1 - plan.offsets[level]
     return index * width, (index + 1) * width
 
 

@@ -209,6 +209,6 @@ def test_a_nan_no_mask_covers_never_passes_for_unknown(kind: type[nn.Module], mo
     """Where values cannot be read (compiling, capturing a graph) the loss is no number, which stops a run."""
     data = batch(1, 5, 3, 2, seed=0)
     data = dataclasses.replace(data, yt=data.yt.index_fill(1, torch.tensor([0]), torch.nan), target_mask=None)
-    for name in ("checks", "batch", "models.inputs"):
+    for name in ("checks", "batch", "models.base"):
         monkeypatch.setattr(f"retreever.{name}.values_readable", lambda tensor: False)
     assert not model(kind, 2).loss(dataclasses.replace(data, output_mask=None)).total.isfinite()

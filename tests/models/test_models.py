@@ -328,3 +328,39 @@ def test_the_terms_make_up_the_loss() -> None:
     loss = module.loss(data, module.draws_for(data, torch.Generator().manual_seed(0)))
     assert loss.detours.item() != 0
     assert loss.total.item() == pytest.approx(float(loss.task + loss.policy + loss.leaves + loss.detours), rel=1e-5)
+
+
+class Largest(nn.Module):
+    def forward(self, children: Tensor, mask: Tensor | None) -> Tensor:
+        return children.amax(dim=1)
+
+
+def test_an_aggregator_of_ones_own_goes_into_the_model() -> None:
+    own = Largest()
+    module = model(ReTreever, aggregator=own)
+    assert module.attention.aggregator is own and module.config.aggregator == "transformer"
+    assert ReTreever(module.config, aggregator=own).attention.aggregator is own
+    named = model(ReTreever, aggregator="mean")
+    assert named.config.aggregator == "mean" and not list(named.attention.aggregator.parameters())
+    module.loss(batch()).total.backward()
+
+
+@models
+def test_one_impl_holds_for_the_whole_model(kind: type[nn.Module]) -> None:
+    module = model(kind, impl="reference")
+    assert {part.impl for part in module.modules() if hasattr(part, "impl")} == {"reference"}
+
+
+@models
+def test_the_reference_has_second_derivatives_and_takes_transforms(kind: type[nn.Module]) -> None:
+    module, data = model(kind, impl="reference").double().eval(), batch()
+    xc, yc, xt = (part.double() for part in (data.xc, data.yc, data.xt))
+
+    def total(places: Tensor) -> Tensor:
+        return module.predict(xc, yc, places).mean.square().sum()
+
+    start = xt.clone().requires_grad_()
+    (first,) = torch.autograd.grad(total(start), start, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), start)
+    assert second.isfinite().all() and second.any()
+    assert torch.allclose(torch.func.grad(total)(xt), first.detach())

@@ -101,3 +101,13 @@ def test_positions_shared_by_a_batch_are_those_of_every_row() -> None:
     module, shared = SinusoidalPositions(DIM), positions(0, 2.5, 7).expand(3, 3, 1)
     assert torch.equal(module(shared), module(shared.contiguous()))
     assert module(shared).shape == (3, 3, DIM)
+
+
+def test_positions_have_all_digits_of_their_dtype() -> None:
+    """Also in a model that was made in float32 and turned to float64."""
+    place = 2047.0
+    exact = [math.sin(place * 10_000 ** (-2 * i / 8)) for i in range(4)]
+    found = SinusoidalPositions(8).double()(torch.full((1, 1, 1), place, dtype=torch.float64))[0, 0, ::2]
+    assert found.tolist() == pytest.approx(exact, abs=1e-12)
+    half = SinusoidalPositions(8)(torch.full((1, 1, 1), place).half())
+    assert half.dtype == torch.float16 and half[0, 0, ::2].tolist() == pytest.approx(exact, abs=1e-3)

@@ -94,3 +94,13 @@ def _stream(task: GPTask, seed: int) -> itertools.starmap[Batch]:
 def test_impossible_tasks_are_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match=f"^{next(iter(wrong))}: expected "):
         GPTask(**wrong)  # type: ignore[arg-type]
+
+
+def test_tasks_of_the_same_settings_share_one_copy_of_a_set() -> None:
+    first, second = next(GPTask(test_batches=12).test()), next(GPTask(test_batches=12, sizes="each").test())
+    assert first.xc is second.xc
+    tasks = [GPTask(kernel, ranges, 12) for kernel in KERNELS for ranges in ("code", "paper")]
+    assert len({float(next(task.test()).xc[0, 0, 0]) for task in tasks}) == len(tasks)
+    longer = list(GPTask(test_batches=14).test())
+    assert len(longer) == 14
+    assert all(torch.equal(a.yc, b.yc) for a, b in zip(longer, GPTask(test_batches=12).test(), strict=False))

@@ -157,3 +157,14 @@ def test_what_cannot_be_trained_is_refused_by_name(wrong: dict[str, Any], messag
     arguments: dict[str, Any] = {"model": ReTreever(**TINY), "task": CopyTask(8), "config": CONFIG} | wrong
     with pytest.raises(InputError, match=message):
         fit(**arguments)
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_deterministic_mode_is_given_back_as_it_was(warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        fit(ReTreever(**TINY, order="given"), CopyTask(8), TrainConfig(steps=1, batch=2, warmup=0))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled() is warn_only
+    finally:
+        torch.use_deterministic_algorithms(False)

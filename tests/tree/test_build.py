@@ -52,7 +52,7 @@ def recursive_nodes(row: Tensor, branch: int, aggregator: nn.Module) -> dict[int
         if level == 0:
             return children[0]  # nobody reads the root
         summary = aggregator(children[None], None)[0]
-        nodes[plan.offset(level) + node] = summary
+        nodes[plan.offsets[level] + node] = summary
         return summary
 
     visit(0, 0)
@@ -62,7 +62,9 @@ def recursive_nodes(row: Tensor, branch: int, aggregator: nn.Module) -> dict[int
 def rows_in_batch(own: TreePlan, plan: TreePlan) -> list[int]:
     """Where the nodes of a shorter context's own tree lie in the batch's: its leftmost subtree of the same depth."""
     lift = plan.depth - own.depth
-    inner = [plan.offset(level + lift) + node for level in range(1, own.depth + 1) for node in range(own.branch**level)]
+    inner = [
+        plan.offsets[level + lift] + node for level in range(1, own.depth + 1) for node in range(own.branch**level)
+    ]
     leaves = [plan.leaf_offset + j * plan.block + place for j in range(own.blocks) for place in range(own.block)]
     return inner + leaves
 
@@ -120,7 +122,7 @@ def test_a_node_is_real_when_a_token_below_it_is_and_otherwise_zero(lengths: lis
     leaves = real[:, plan.leaf_offset :]
     for level in range(1, plan.depth + 1):
         below = leaves.reshape(len(lengths), branch**level, -1).any(dim=2)
-        assert torch.equal(real[:, plan.offset(level) : plan.offset(level + 1)], below)
+        assert torch.equal(real[:, plan.offsets[level] : plan.offsets[level + 1]], below)
     assert leaves.sum(dim=1).tolist() == lengths
     assert bool((nodes[~real] == 0).all())
 
@@ -149,7 +151,7 @@ def test_a_detached_tree_still_trains_its_aggregator_on_every_level() -> None:
     aggregator = aggregator_of("transformer")
     plan, nodes, _ = build_nodes(tokens(1, 8), aggregator, detach=True)
     for level in range(1, plan.depth + 1):
-        rows = nodes[:, plan.offset(level) : plan.offset(level + 1)]
+        rows = nodes[:, plan.offsets[level] : plan.offsets[level + 1]]
         gradient = torch.autograd.grad(rows.square().sum(), aggregator.layer.to_kv.weight, retain_graph=True)[0]
         assert bool((gradient != 0).any())
 

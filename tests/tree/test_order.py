@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from retreever import ReTreever
 from retreever.errors import InputError
 from retreever.tree.order import ORDERS, Order, leaf_order
 from retreever.tree.plan import TreePlan
@@ -212,3 +213,13 @@ def test_coordinates_of_masked_tokens_are_never_read(order: Order, garbage: floa
 def test_unusable_orders_are_refused_by_name(argument: str, order: str, settings_: dict[str, int]) -> None:
     with pytest.raises(InputError, match=rf"^{argument}: expected"):
         leaf_order(order, torch.zeros(1, 4, 2), **settings_)
+
+
+@pytest.mark.parametrize("order", ["projection", "random"])
+def test_what_inference_drew_can_be_trained_with(order: Order) -> None:
+    """Numbers kept from a call under inference_mode once could not be saved for a gradient."""
+    model = ReTreever(dim_x=2, dim=16, heads=2, layers=1, hidden=16, order=order, order_seed=9_001)
+    xc, yc, xt = torch.randn(1, 5, 2, requires_grad=True), torch.randn(1, 5, 1), torch.randn(1, 2, 2)
+    with torch.inference_mode():
+        model.predict(xc, yc, xt)
+    model.predict(xc, yc, xt).mean.sum().backward()

@@ -25,7 +25,7 @@ def assert_shape_by_counting(n: int, branch: int) -> None:
     block = -(-n // levels[-1])
     starts = [sum(levels[1:level]) for level in range(1, depth + 2)]
     assert (plan.depth, plan.blocks, plan.block) == (depth, levels[-1], block)
-    assert [plan.offset(level) for level in range(1, depth + 2)] == starts
+    assert [plan.offsets[level] for level in range(1, depth + 2)] == starts
     assert (plan.leaf_offset, plan.leaves) == (starts[-1], levels[-1] * block)
     assert plan.nodes == sum(levels[1:]) + levels[-1] * block
     assert plan.tokens == sum(branch - 1 for _ in range(depth)) + block

@@ -1,18 +1,23 @@
-"""What all models share: a context is encoded once and answered often, and inputs are checked at this border alone."""
+"""What all models share: a context is encoded once and answered often.
+
+Here is their border: what they are given is checked against their settings here, and not again below.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from retreever.arguments import reject
-from retreever.batch import Batch, without_padding
+from retreever.batch import Batch, check_points, without_padding
+from retreever.checks import check_finite, check_float, check_like_weights, check_tensor, values_readable
 from retreever.models.config import ModelConfig
-from retreever.models.inputs import check_context, check_queries, take_batch
 from retreever.nn.embed import PointEmbed, SequenceEmbed
 from retreever.nn.heads import AnyHead
 from retreever.objective import Loss, masked_mean
@@ -33,14 +38,14 @@ class Model(nn.Module, ABC):
 
     def encode(self, xc: Contexts, yc: Values, mask: Mask = None) -> Any:
         """Prepare context points (xc, yc) once; `answer` them as often as wanted. `mask` is True at real points."""
-        check_context(self, self.config, xc, yc, mask)
+        check_context(self, xc, yc, mask)
         return self._encode(without_padding(xc, mask), without_padding(yc, mask), mask)
 
     def answer(self, memory: Any, xt: Targets) -> Distribution:
         """Predictions at `xt` from a prepared context."""
         if not isinstance(memory, self.memory):
             reject("memory", f"{self.memory.__name__} made by encode()", type(memory).__name__)
-        check_queries(self, self.config, xt, memory.keys.shape[0])
+        check_queries(self, xt, memory.keys.shape[0])
         return self._answer(memory, xt)
 
     def predict(self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None) -> Distribution:
@@ -49,7 +54,7 @@ class Model(nn.Module, ABC):
 
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
-        batch = take_batch(self, self.config, batch)
+        batch = take_batch(self, batch)
         dist = self._answer(self._encode(batch.xc, batch.yc, batch.context_mask), batch.xt)
         return Loss.only_task(masked_mean(self.head.loss(dist, batch.yt), batch.target_mask))
 
@@ -64,3 +69,69 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def _answer(self, memory: Any, xt: Targets) -> Distribution:
         """`answer` without its checks."""
+
+
+def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, checked: bool = False) -> None:
+    """Context points must have the widths, types and device the model was made for.
+
+    `checked` says that they are known to be points that fit together.
+    """
+    config = model.config
+    if not checked:
+        check_points("xc", xc, "yc", yc, mask)
+    check_tensor("xc", xc, "b n dx", dx=_coordinates(config))
+    check_like_weights("xc", xc, model)
+    if config.inputs == "sequence":
+        _check_classes("yc", yc, f"integers (b={xc.shape[0]}, n={xc.shape[1]})", config.dim_y, mask)
+    else:
+        check_tensor("yc", yc, "b n dy", dy=config.dim_y)
+        check_float("yc", yc)
+
+
+def check_queries(model: Model, xt: Tensor, b: int) -> None:
+    """Queries must have the width, type and device the model was made for, and a row per context."""
+    check_tensor("xt", xt, "b m dx", b=b, dx=_coordinates(model.config))
+    check_float("xt", xt)
+    check_like_weights("xt", xt, model)
+    if not xt.is_cuda:  # reading values there would make every call wait for the device
+        check_finite("xt", xt)
+
+
+def take_batch(model: Model, batch: Batch) -> Batch:
+    """The batch, checked against the model and with padding cleared.
+
+    Outputs not known are NaN in `yt`, which heads and rewards pass over.
+    """
+    if not isinstance(batch, Batch):
+        reject("batch", "a Batch", type(batch).__name__)
+    batch.validate()
+    config = model.config
+    check_context(model, batch.xc, batch.yc, batch.context_mask, checked=True)
+    if config.head == "categorical":
+        shape = f"integers (b={batch.xt.shape[0]}, m={batch.xt.shape[1]})"
+        _check_classes("yt", batch.yt, shape, config.out, batch.target_mask)
+    else:
+        check_tensor("yt", batch.yt, "b m dy", dy=config.out)
+        check_float("yt", batch.yt)
+    truth = batch.truth
+    if batch.output_mask is None and not values_readable(truth) and truth.dtype.is_floating_point:
+        truth = truth.masked_fill(truth.isnan(), torch.inf)  # it could not be checked: no NaN may pass for "not known"
+    context = {name: without_padding(getattr(batch, name), batch.context_mask) for name in ("xc", "yc")}
+    return replace(batch, **context, xt=without_padding(batch.xt, batch.target_mask), yt=truth)
+
+
+def _coordinates(config: ModelConfig) -> int:
+    return 1 if config.inputs == "sequence" else config.dim_x
+
+
+def _check_classes(argument: str, y: Tensor, shape: str, count: int, mask: Tensor | None) -> None:
+    """`y` must hold integers of that shape, from 0 to count - 1 wherever `mask` calls them real."""
+    if y.dim() != 2:
+        reject(argument, shape, tuple(y.shape))
+    if y.dtype != torch.int64:
+        reject(argument, f"{shape} of dtype torch.int64", y.dtype)
+    if not values_readable(y):
+        return
+    real = without_padding(y, mask)
+    if bool(((real < 0) | (real >= count)).any()):
+        reject(argument, f"integers from 0 to {count - 1}", f"{int(real.min())} to {int(real.max())}")

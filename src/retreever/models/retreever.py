@@ -16,9 +16,8 @@ from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch
 from retreever.detours import Detours, PerQuery, draw_detours, find_detours
-from retreever.models.base import Contexts, Mask, Model, Targets, Values
+from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_queries, take_batch
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
-from retreever.models.inputs import check_queries, take_batch
 from retreever.objective import (
     REWARDS,
     Baseline,
@@ -34,7 +33,7 @@ from retreever.objective import (
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
 from retreever.tree.aggregate import AGGREGATORS, Aggregator
 from retreever.tree.build import Tree, plan_for
-from retreever.tree.order import ORDERS, Order, in_order, leaf_order
+from retreever.tree.order import ORDERS, Order, in_order, leaf_order, permutation_of
 from retreever.tree.plan import TreePlan
 
 Mean = Callable[[Tensor], Tensor]  # over all processes that train together
@@ -149,7 +148,7 @@ class ReTreever(Model):
         """The search behind the predictions at `xt`: paths, selected nodes, probabilities."""
         if not isinstance(memory, Tree):
             reject("memory", "a Tree made by encode()", type(memory).__name__)
-        check_queries(self, self.config, xt, memory.keys.shape[0])
+        check_queries(self, xt, memory.keys.shape[0])
         return self.attention(self.embed.query(xt), memory, noise)
 
     def tokens(self, n: int) -> int:
@@ -159,7 +158,7 @@ class ReTreever(Model):
     def draws_for(self, batch: Batch, generator: torch.Generator) -> Draws:
         """What fixes the paths of `loss`, detours among them, for the whole batch."""
         (b, m), device = batch.xt.shape[:2], batch.xt.device
-        depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask).depth
+        depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask is not None).depth
         noise = torch.rand(b, m, depth, generator=generator, device=generator.device).to(device)
         objective = self.config.objective
         if not (objective.detours and objective.lambda_rl):  # a search that is not trained is not taught by detours
@@ -175,7 +174,7 @@ class ReTreever(Model):
                 and no detours are made.
             mean: of a tensor over all processes that train together.
         """
-        batch = take_batch(self, self.config, batch)
+        batch = take_batch(self, batch)
         memory = self._encode(batch.xc, batch.yc, batch.context_mask)
         query, draws = self.embed.query(batch.xt), draws or Draws()
         found = self.attention(query, memory, *draws, leaves=True, check=False)
@@ -201,7 +200,8 @@ class ReTreever(Model):
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Tree:
         tokens = self.embed.context(xc, yc)
         if mask is not None or self.config.order != "given":
-            order = self.leaf_order(xc, mask)
+            c = self.config
+            order = permutation_of(c.order, xc, mask, c.branch, c.axis, c.order_seed)
             tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
         return self.attention.build(self.encoder(tokens, mask), mask, check=False)
 

@@ -10,7 +10,7 @@ from retreever.attention import CrossAttention
 from retreever.models.base import Contexts, Mask, Model, Targets, Values
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
 from retreever.results import KeyValues
-from retreever.tree.order import in_order, leaf_order
+from retreever.tree.order import in_order, permutation_of
 
 
 class TransformerCA(Model):
@@ -31,7 +31,7 @@ class TransformerCA(Model):
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> KeyValues:
         tokens = self.embed.context(xc, yc)
         if mask is not None:  # encoders tied to positions want the real tokens first
-            order = leaf_order("given", xc, mask)
+            order = permutation_of("given", xc, mask, 2, 0, 0)
             tokens, mask = in_order(tokens, order), in_order(mask, order)
         return self.attention.build(self.encoder(tokens, mask), mask, check=False)
 

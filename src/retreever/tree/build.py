@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from retreever.arguments import reject
 from retreever.ops.aggregate.api import aggregate, aggregates
-from retreever.ops.backend import Impl
+from retreever.ops.backend import Impl, choose
 from retreever.tree.aggregate import plain_weights
-from retreever.tree.layout import leaf_layout
+from retreever.tree.order import leaf_layout
 from retreever.tree.plan import TreePlan
 
-CACHED_ROWS = 2048
+CACHED_ROWS, MOST_PLANS = 2048, 1024
+_PLANS: dict[tuple[int, int, bool], TreePlan] = {}
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,16 @@ class Tree:
     values: Float[Tensor, "b t h e"]
 
 
-def plan_for(n: int, branch: int, mask: Tensor | None) -> TreePlan:
+def plan_for(n: int, branch: int, ragged: bool) -> TreePlan:
     """The plan `build_nodes` uses: a ragged batch has whole blocks, so that any shorter context fits its own tree."""
-    return TreePlan(n, branch, block=0 if mask is None else branch if n > branch else n)
+    if torch.compiler.is_compiling():
+        return TreePlan(n, branch, block=min(n, branch) if ragged else 0)
+    found = _PLANS.get((n, branch, ragged))
+    if found is None:
+        if len(_PLANS) >= MOST_PLANS:
+            _PLANS.clear()
+        found = _PLANS[n, branch, ragged] = TreePlan(n, branch, block=min(n, branch) if ragged else 0)
+    return found
 
 
 def build_nodes(
@@ -64,13 +72,14 @@ def build_nodes(
     Returns:
         The plan, the nodes and the node mask (None when all nodes are real).
     """
-    plan = plan_for(context.shape[1], branch, mask)
+    plan = plan_for(context.shape[1], branch, mask is not None)
     leaves, real = _leaves(context, plan, mask)
     masks = None if real is None else _level_masks(plan, real)
     node_mask = None if masks is None else torch.cat(masks[::-1], dim=1)
-    weights = plain_weights(aggregator)
-    if weights is not None and aggregates(plan, weights, leaves, impl):
-        return plan, aggregate(leaves, node_mask, plan, weights), node_mask
+    if choose("aggregate", impl, leaves) != "reference":
+        weights = plain_weights(aggregator)
+        if weights is not None and aggregates(plan, weights, leaves):
+            return plan, aggregate(leaves, node_mask, plan, weights), node_mask
     levels = [leaves]
     for height in range(plan.depth):
         level_mask = None if masks is None else masks[height]

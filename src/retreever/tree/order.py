@@ -1,13 +1,20 @@
-"""Leaf orders: permutations that lay similar tokens side by side (paper, section 3.1 and appendix "tree design").
+"""Which token lies on which leaf: orders that lay similar tokens side by side, and the even split over leaf blocks.
 
-Every order takes coordinates x (b, n, dx) and an optional mask (b, n) and returns a permutation (b, n) with the real
-tokens first. An order is computed once per context and never touches the embeddings. All work is batched: the only
-Python loop is over the levels of the tree.
+Orders are those of the paper's section 3.1 and appendix "tree design". Every order takes coordinates x (b, n, dx) and
+an optional mask (b, n) and returns a permutation (b, n) with the real tokens first. An order is computed once per
+context and never touches the embeddings. All work is batched: the only Python loop is over the levels of the tree.
+
+A context of n real tokens spreads evenly over its leaf blocks: block j of B holds tokens floor(j*n/B) up to
+floor((j+1)*n/B), so sizes differ by at most one, on every level of the tree (this is what median splits give).
+In a ragged batch the tree is as deep as the longest context needs. A shorter context takes the leftmost subtree of
+exactly the depth it would have alone; the nodes above have a single real child, so no decision is made there and the
+result is that of the context alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -18,8 +25,7 @@ from torch import Tensor
 from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import without_padding
 from retreever.checks import check_finite, check_mask, check_same, check_tensor
-from retreever.tree.layout import segment_of_rank
-from retreever.tree.plan import tree_depth
+from retreever.tree.plan import TreePlan, tree_depth
 
 Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projection"]
 ORDERS: tuple[Order, ...] = ("given", "axis", "kd", "kd-widest", "ball", "random", "projection")
@@ -61,6 +67,13 @@ def leaf_order(
         x = without_padding(x, mask)
     if not x.is_cuda:  # reading values there would make every call wait for the device
         check_finite("x", x)
+    return permutation_of(order, x, mask, branch, axis, seed)
+
+
+def permutation_of(
+    order: Order, x: Coordinates, mask: Bool[Tensor, "b n"] | None, branch: int, axis: int, seed: int
+) -> Permutation:
+    """`leaf_order` without its checks, for callers that have checked; padding holds finite numbers."""
     if order == "given":
         return _masked_last(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]), mask)
     if order in ("axis", "random", "projection"):
@@ -155,3 +168,28 @@ def _reduce(x: Tensor, segment: Tensor, how: str) -> Tensor:
     size = x.shape[1] + 1
     reduced = x.new_zeros(x.shape[0], size, x.shape[2]).scatter_reduce(1, index, x, how, include_self=False)
     return reduced.gather(1, index)
+
+
+@dataclass(frozen=True)
+class LeafLayout:
+    """Where the leaves come from: `index` (b, leaves) into the tokens, `real` (b, leaves) False at padding."""
+
+    index: Int[Tensor, "b leaves"]
+    real: Bool[Tensor, "b leaves"]
+
+
+def leaf_layout(plan: TreePlan, lengths: Int[Tensor, " b"]) -> LeafLayout:
+    """Token of every leaf slot when row i has its real tokens at 0..lengths[i]-1."""
+    powers = plan.branch ** torch.arange(plan.depth + 1, device=lengths.device)
+    depth = (powers[1:] < lengths[:, None]).sum(dim=1)  # each row's own depth: branch^d <= n - 1
+    blocks = powers[depth][:, None]
+    slot = torch.arange(plan.leaves, device=lengths.device)
+    block, place = slot // plan.block, slot % plan.block
+    start, stop = block * lengths[:, None] // blocks, (block + 1) * lengths[:, None] // blocks
+    real = (block < blocks) & (place < stop - start)
+    return LeafLayout(index=torch.where(real, start + place, 0), real=real)
+
+
+def segment_of_rank(ranks: Int[Tensor, "b n"], lengths: Int[Tensor, "b 1"], segments: int) -> Int[Tensor, "b n"]:
+    """Which of `segments` equal parts the token of each rank falls into, under the same even split."""
+    return (segments * (ranks + 1) - 1) // lengths.clamp_min(1)

@@ -4,7 +4,7 @@ Levels are numbered from the root (0). The root is never stored: nobody attends 
 nodes each and are followed by the leaves, `block` of them under every node of the last level:
 
     rows:  [ level 1 | level 2 | ... | level depth | leaves ]
-    children of node j on level l-1: rows offset(l) + j*branch ... + branch-1
+    children of node j on level l-1: rows offsets[l] + j*branch ... + branch-1
     leaves under node j of the last level: rows leaf_offset + j*block ... + block-1
 """
 
@@ -36,8 +36,10 @@ class TreePlan:
     Attributes:
         depth: decisions on the way down.
         blocks: leaf blocks, branch^depth.
+        offsets: first row of every level, 1 to depth, and of the leaves (depth + 1); the root would be row -1.
         leaf_offset: first row of the leaves.
         leaves: leaf slots in all, real or padding.
+        full: whether every leaf slot holds a token, so that nothing needs a mask.
         nodes: rows of the flat node tensor (t).
         tokens: nodes attended to per query in a full tree, the rejected siblings of every level and one leaf block.
     """
@@ -47,8 +49,10 @@ class TreePlan:
     block: int = 0
     depth: int = field(init=False)
     blocks: int = field(init=False)
+    offsets: tuple[int, ...] = field(init=False)
     leaf_offset: int = field(init=False)
     leaves: int = field(init=False)
+    full: bool = field(init=False)
     nodes: int = field(init=False)
     tokens: int = field(init=False)
 
@@ -65,16 +69,10 @@ class TreePlan:
         set_field(self, "block", self.block or smallest)
         set_field(self, "depth", depth)
         set_field(self, "blocks", blocks)
-        set_field(self, "leaf_offset", self.offset(depth + 1))
+        powers = (self.branch**level for level in range(depth + 2))
+        set_field(self, "offsets", tuple((power - self.branch) // (self.branch - 1) for power in powers))
+        set_field(self, "leaf_offset", self.offsets[-1])
         set_field(self, "leaves", blocks * self.block)
+        set_field(self, "full", self.leaves == self.n)
         set_field(self, "nodes", self.leaf_offset + self.leaves)
         set_field(self, "tokens", (self.branch - 1) * depth + self.block)
-
-    @property
-    def full(self) -> bool:
-        """Whether every leaf slot holds a token, so that nothing needs a mask."""
-        return self.leaves == self.n
-
-    def offset(self, level: int) -> int:
-        """First row of `level` (1..depth, or depth+1 for the leaves)."""
-        return (self.branch**level - self.branch) // (self.branch - 1)

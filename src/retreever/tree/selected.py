@@ -12,7 +12,7 @@ from retreever.tree.plan import TreePlan
 def path_nodes(plan: TreePlan, path: Int[Tensor, "b m"]) -> Int[Tensor, "b m depth"]:
     """Row of the node the path takes on every level 1..depth."""
     levels = range(1, plan.depth + 1)
-    return _stack([plan.offset(level) + path // plan.branch ** (plan.depth - level) for level in levels], path)
+    return _stack([plan.offsets[level] + path // plan.branch ** (plan.depth - level) for level in levels], path)
 
 
 def selected_nodes(
@@ -22,7 +22,7 @@ def selected_nodes(
     taken = path_nodes(plan, path)[..., None]  # (b, m, depth, 1)
     sibling = torch.arange(plan.branch - 1, device=path.device)
     levels = range(1, plan.depth + 1)
-    offsets = torch.tensor([plan.offset(level) for level in levels], dtype=path.dtype, device=path.device)
+    offsets = torch.tensor([plan.offsets[level] for level in levels], dtype=path.dtype, device=path.device)
     first = taken - (taken - offsets[:, None]) % plan.branch  # the leftmost child of the group
     siblings = first + sibling
     siblings = (siblings + (siblings >= taken)).flatten(-2)  # skip the one taken
@@ -37,13 +37,6 @@ def leaf_nodes(
     """Rows of all leaves, -1 at padding: the selected set when nothing is searched."""
     rows = torch.arange(plan.leaf_offset, plan.nodes, device=path.device).expand(*path.shape, -1)
     return rows if node_mask is None else torch.where(_real(node_mask, rows), rows, -1)
-
-
-def tokens_read(
-    plan: TreePlan, path: Int[Tensor, "b m"], node_mask: Bool[Tensor, "b t"] | None = None
-) -> Int[Tensor, "b m"]:
-    """How many real nodes each query attended to."""
-    return (selected_nodes(plan, path, node_mask) >= 0).sum(dim=-1)
 
 
 def nodes_scored(

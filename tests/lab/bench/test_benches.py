@@ -19,7 +19,6 @@ from retreever.lab.bench.memory import growth, peak_bytes
 from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, TrainBench
 from retreever.lab.bench.paper import PUBLISHED
 from retreever.lab.bench.report import Run
-from retreever.lab.bench.roof import memory_roof, roof_table, rows_read
 from retreever.lab.bench.train import CROSS, PLAIN, SEARCH, set_impl, variants
 from retreever.models.retreever import ReTreever
 from retreever.tree.plan import TreePlan
@@ -110,21 +109,6 @@ def test_the_paper_is_quoted_right() -> None:
     assert percent == {2: 3.5, 8: 7.0, 16: 12.1, 32: 15.2, 256: 100.0}
     tree, full = PUBLISHED["TCA, branch 2"], PUBLISHED["Cross Attention"]
     assert round(tree.cpu / full.cpu, 1) == 1.6 and round(tree.gpu / full.gpu, 1) == 5.6
-
-
-def test_rows_a_query_must_read() -> None:
-    """Binary, a million tokens: 19 levels of two keys and one value, and a leaf block of two."""
-    assert rows_read(TreePlan(1 << 20, 2)) == 19 * 3 + 2 * 2
-    assert rows_read(TreePlan(4, 4)) == 8  # no levels: four keys, four values
-
-
-def test_the_roof_is_bytes_over_bandwidth(tmp_path: Path) -> None:
-    run, _ = tiny_run(tmp_path)
-    with torch.inference_mode():
-        roof = memory_roof(run, n=64, m=2, heads=2, width=4, copied=1 << 16)
-    assert roof["bytes_read"] == 2 * rows_read(TreePlan(64, 2)) * 2 * 4 * 4
-    assert roof["ratio"] == pytest.approx(roof["us"] / roof["roof_us"])
-    assert roof_table(roof).rows[0][0] == "64"
 
 
 def test_bare_products_are_those_of_the_linear_layers(tmp_path: Path) -> None:

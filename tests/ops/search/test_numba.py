@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.reference import search_reference
-from retreever.tree.layout import leaf_layout
+from retreever.tree.order import leaf_layout
 from retreever.tree.plan import TreePlan
 
 if importlib.util.find_spec("numba") is None:
@@ -33,6 +34,14 @@ import retreever.ops.search.launch_numba as backend
 import retreever.ops.search.threads_numba as threads
 
 TIE = 1e-5  # policies closer than this may be decided either way
+
+
+def numba_search(*inputs: Any) -> tuple[Tensor, ...]:
+    return backend.search_numba(SearchInputs(*inputs))
+
+
+def plain_search(*inputs: Any) -> tuple[Tensor, ...]:
+    return search_reference(SearchInputs(*inputs))
 
 
 @pytest.fixture(autouse=True)
@@ -106,11 +115,11 @@ def clear_cut(case: Case, inputs: Inputs) -> Tensor:
     """(b, m): queries of which no decision is so close that rounding could turn it."""
     q, keys, _ = (x.detach() for x in inputs.to(torch.float64))
     plan, batch = case.plan, torch.arange(case.b)[:, None, None]
-    path = search_reference(q, keys, keys, plan, inputs.mask, inputs.noise)[1]
+    path = plain_search(q, keys, keys, plan, inputs.mask, inputs.noise)[1]
     clear = torch.ones(case.b, case.m, dtype=torch.bool)
     for level in range(1, plan.depth + 1):
         node = path // plan.branch ** (plan.depth - level + 1)
-        rows = plan.offset(level) + node[..., None] * plan.branch + torch.arange(plan.branch)
+        rows = plan.offsets[level] + node[..., None] * plan.branch + torch.arange(plan.branch)
         scores = (q[:, :, None] * keys[batch, rows]).sum(-1) * case.e**-0.5
         if inputs.mask is not None:
             scores = scores.masked_fill(~inputs.mask[batch, rows][..., None], -torch.inf)
@@ -129,14 +138,14 @@ def check(case: Case, seed: int = 0) -> None:
     inputs = make(case, seed)
     clear = clear_cut(case, inputs)
     slopes = [x * clear.reshape(clear.shape + (1,) * (x.dim() - 2)) for x in make_slopes(case)]
-    exact = run(search_reference, case, inputs.to(torch.float64), inputs, slopes)
-    plain = run(search_reference, case, inputs.to(case.dtype), inputs, slopes)
+    exact = run(plain_search, case, inputs.to(torch.float64), inputs, slopes)
+    plain = run(plain_search, case, inputs.to(case.dtype), inputs, slopes)
     nodes = inputs.to(case.dtype)
     if inputs.mask is not None:  # nothing that padding holds may matter
         nodes = [nodes[0], *(x.detach().clone() for x in nodes[1:])]
         nodes[1][~inputs.mask] = nodes[2][~inputs.mask] = torch.nan
         nodes[1:] = [x.requires_grad_() for x in nodes[1:]]
-    ours = run(backend.search_numba, case, nodes, inputs, slopes)
+    ours = run(numba_search, case, nodes, inputs, slopes)
     assert ours[1].dtype == torch.int64 and torch.equal(ours[1][clear], exact[1][clear])
     assert all(x.dtype == case.dtype for i, x in enumerate(ours) if i != 1)
     names = ("output", "path", "log_prob", "entropy", "grad q", "grad keys", "grad values")
@@ -203,8 +212,8 @@ def test_any_small_problem(case: Case, seed: int) -> None:
 def check_single(case: Case, inputs: Inputs) -> None:
     """One query a row without gradients, which has a kernel of its own, against the reference."""
     tensors = inputs.q, inputs.keys, inputs.values
-    exact = search_reference(*(x.double() for x in tensors), case.plan, None, None)
-    ours = backend.search_numba(*tensors, case.plan, None, None)
+    exact = plain_search(*(x.double() for x in tensors), case.plan, None, None)
+    ours = numba_search(*tensors, case.plan, None, None)
     clear = clear_cut(case, inputs)
     assert torch.equal(ours[1][clear], exact[1][clear])
     for mine, truth in zip((ours[0], *ours[2:]), (exact[0], *exact[2:]), strict=True):
@@ -248,11 +257,11 @@ def test_a_single_query_with_extreme_scores() -> None:
     case = Case(33, k=4, b=1, m=1)
     inputs = make(case)
     inputs.q *= 300
-    ours = backend.search_numba(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
-    plain = search_reference(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    ours = numba_search(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    plain = plain_search(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
     inputs.q[0, 0, 1, 0] = torch.nan
-    output, path, *_ = backend.search_numba(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    output, path, *_ = numba_search(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
     assert output[0, 0, 1].isnan().all() and output[0, 0, 0].isfinite().all() and 0 <= int(path) < case.plan.blocks
 
 
@@ -262,7 +271,7 @@ def test_gradients_flow_through_each_result_alone(wanted: tuple[int, ...]) -> No
     inputs = make(case)
     slopes = make_slopes(case)
     gradients = []
-    for function in (backend.search_numba, search_reference):
+    for function in (numba_search, plain_search):
         tensors = inputs.to(torch.float64)
         results = function(*tensors, case.plan, inputs.mask, inputs.noise)
         used = [(x * y).sum() for x, y, w in zip((results[0], *results[2:]), slopes, wanted, strict=True) if w]
@@ -277,8 +286,8 @@ def test_extreme_scores_stay_finite() -> None:
     inputs = make(case)
     inputs.q *= 300
     slopes = make_slopes(case)
-    ours = run(backend.search_numba, case, inputs.to(torch.float32), inputs, slopes)
-    plain = run(search_reference, case, inputs.to(torch.float32), inputs, slopes)
+    ours = run(numba_search, case, inputs.to(torch.float32), inputs, slopes)
+    plain = run(plain_search, case, inputs.to(torch.float32), inputs, slopes)
     assert all(x.isfinite().all() for x in ours)
     torch.testing.assert_close(ours[:4], plain[:4], rtol=1e-5, atol=1e-4)
 
@@ -297,7 +306,7 @@ def two_levels(policy: list[float]) -> tuple[TreePlan, Tensor, Tensor]:
 def chosen(policy: list[float], noise: float | None) -> int:
     plan, q, keys = two_levels(policy)
     uniform = None if noise is None else torch.full((1, 1, plan.depth), noise)
-    return int(backend.search_numba(q, keys, keys, plan, None, uniform)[1])
+    return int(numba_search(q, keys, keys, plan, None, uniform)[1])
 
 
 def test_a_tie_goes_to_the_first_child() -> None:
@@ -329,7 +338,7 @@ def test_strided_views_give_the_same_result() -> None:
     inputs = make(case)
     tensors = (inputs.q, inputs.keys, inputs.values)
     slopes = make_slopes(case)
-    expected = run(backend.search_numba, case, [x.clone().requires_grad_() for x in tensors], inputs, slopes)
+    expected = run(numba_search, case, [x.clone().requires_grad_() for x in tensors], inputs, slopes)
     halves = torch.stack(tensors[1:], dim=2).unbind(2)
     by_head = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     last_axis = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in tensors]
@@ -339,7 +348,7 @@ def test_strided_views_give_the_same_result() -> None:
     for views in ((inputs.q, *halves), by_head, last_axis):
         leaves = [x.detach().requires_grad_() for x in views]
         assert any(not x.is_contiguous() for x in leaves)
-        results = run(backend.search_numba, case, leaves, inputs, slopes)
+        results = run(numba_search, case, leaves, inputs, slopes)
         assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
@@ -348,8 +357,8 @@ def test_one_tree_expanded_over_the_batch() -> None:
     inputs = make(case)
     inputs.keys, inputs.values = (x[:1].expand(3, -1, -1, -1) for x in (inputs.keys, inputs.values))
     dense = [x.contiguous() for x in (inputs.keys, inputs.values)]
-    mine = backend.search_numba(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
-    copied = backend.search_numba(inputs.q, dense[0], dense[1], case.plan, None, None)
+    mine = numba_search(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    copied = numba_search(inputs.q, dense[0], dense[1], case.plan, None, None)
     assert all(torch.equal(x, y) for x, y in zip(mine, copied, strict=True))
 
 
@@ -357,7 +366,7 @@ def test_one_tree_expanded_over_the_batch() -> None:
 def test_nothing_to_do(b: int, m: int) -> None:
     case = Case(9, b=b, m=m)
     inputs = make(case)
-    results = run(backend.search_numba, case, inputs.to(torch.float32), inputs, make_slopes(case))
+    results = run(numba_search, case, inputs.to(torch.float32), inputs, make_slopes(case))
     assert results[0].shape == (b, m, 4, 16) and results[1].shape == (b, m)
     assert all((x == 0).all() for x in results[5:])
 
@@ -369,23 +378,22 @@ def test_the_result_is_the_same_to_the_last_bit(monkeypatch: pytest.MonkeyPatch)
     """For every run and every number of threads."""
     case = Case(100, b=3, m=70, noise=True, mask="ragged")
     inputs, slopes = make(case), make_slopes(case)
-    once = run(backend.search_numba, case, inputs.to(torch.float32), inputs, slopes)
-    for module in (backend, threads):
-        monkeypatch.setattr(module, "GRAIN", 1)  # every call is worth all threads
+    once = run(numba_search, case, inputs.to(torch.float32), inputs, slopes)
+    monkeypatch.setattr(backend, "GRAIN", 1)  # every call is worth all threads
     for count in (1, 2, 5):
         torch.set_num_threads(count)
         for _ in range(10):
-            again = run(backend.search_numba, case, inputs.to(torch.float32), inputs, slopes)
+            again = run(numba_search, case, inputs.to(torch.float32), inputs, slopes)
             assert all(torch.equal(x, y) for x, y in zip(again, once, strict=True))
     assert threads.team.size == 4
 
 
 def test_helpers_keep_no_tensor_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "GRAIN", 1)
+    monkeypatch.setattr(backend, "GRAIN", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     case = Case(100, m=100)
     inputs = make(case)
-    results = backend.search_numba(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
+    results = numba_search(inputs.q, inputs.keys, inputs.values, case.plan, None, None)
     traces = [weakref.ref(x) for x in (*results, inputs.q, inputs.keys)]
     del results, inputs
     gc.collect()
@@ -396,7 +404,7 @@ def fresh_python(code: str, **environment: str) -> str:
     """What `code` prints in a new interpreter, which must end well and complain of nothing."""
     setup = (
         "import torch\nfrom retreever.ops.search import launch_numba as backend, threads_numba as threads\n"
-        "from retreever.tree.plan import TreePlan\n"
+        "from retreever.ops.search.inputs import SearchInputs\nfrom retreever.tree.plan import TreePlan\n"
     )
     source = str(Path(backend.__file__).parents[3])
     done = subprocess.run(
@@ -422,8 +430,8 @@ torch.manual_seed(0)
 torch.set_num_threads(2)
 plan = TreePlan(300)
 q, keys, values = torch.randn(1, 500, 4, 16), *torch.randn(2, 1, plan.nodes, 4, 16)
-search = lambda: backend.search_numba(q, keys, values, plan, None, None)[0]
-threads.GRAIN = 1000
+search = lambda: backend.search_numba(SearchInputs(q, keys, values, plan))[0]
+backend.GRAIN = 1000
 expected = search()
 assert threads.team.size == 1
 
@@ -475,7 +483,7 @@ def test_compile_takes_it_whole() -> None:
     inputs, slopes = make(case), make_slopes(case)
 
     def model(q: Tensor, keys: Tensor, values: Tensor, plan: TreePlan, mask: Any, noise: Any) -> tuple[Tensor, ...]:
-        return backend.search_numba(q * 2, keys, values, plan, mask, noise)
+        return numba_search(q * 2, keys, values, plan, mask, noise)
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     results = [run(function, case, inputs.to(torch.float64), inputs, slopes) for function in (model, compiled)]
@@ -490,18 +498,18 @@ def test_all_ways_to_the_kernel_agree() -> None:
     case = Case(40, mask="ragged", noise=True)
     inputs = make(case)
     tensors, rest = (inputs.q, inputs.keys, inputs.values), (case.plan, inputs.mask, inputs.noise)
-    direct = backend.search_numba(*tensors, *rest)
+    direct = numba_search(*tensors, *rest)
     assert not any(x.requires_grad for x in direct)
-    recorded = backend.search_numba(*inputs.to(torch.float32), *rest)
+    recorded = numba_search(*inputs.to(torch.float32), *rest)
     assert [x.requires_grad for x in recorded] == [True, False, True, True]
-    parameters = backend.search_numba(*(torch.nn.Parameter(x) for x in tensors), *rest)
+    parameters = numba_search(*(torch.nn.Parameter(x) for x in tensors), *rest)
     assert [x.requires_grad for x in parameters] == [True, False, True, True]
     with torch.inference_mode():
-        inferred = backend.search_numba(*tensors, *rest)
+        inferred = numba_search(*tensors, *rest)
     for other in (recorded, parameters, inferred):
         assert all(torch.equal(x, y) for x, y in zip(other, direct, strict=True))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = backend.search_numba(*tensors, *rest)
+        fake = numba_search(*tensors, *rest)
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in direct]
 
 
@@ -509,7 +517,7 @@ def test_second_derivatives_are_refused() -> None:
     case = Case(9)
     inputs = make(case)
     tensors = inputs.to(torch.float32)
-    output = backend.search_numba(*tensors, case.plan, None, None)[0]
+    output = numba_search(*tensors, case.plan, None, None)[0]
     (slope,) = torch.autograd.grad(output.sum(), tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         slope.sum().backward()
@@ -524,7 +532,7 @@ def test_a_cache_folder_is_a_convenience(tmp_path: Path) -> None:
     code = """
 plan = TreePlan(9)
 q, keys = torch.randn(1, 2, 1, 4), torch.randn(1, plan.nodes, 1, 4)
-backend.search_numba(q, keys, keys, plan, None, None)
+backend.search_numba(SearchInputs(q, keys, keys, plan))
 print(backend._FORWARD.kernel.stats.cache_path)
 """
     nowhere = {

@@ -55,7 +55,7 @@ def search(n: int, branch: int, real: int | None = None, seed: int = 0, dtype: t
 
 def policy(s: Search, level: int, node: int) -> list[float]:
     """Head mean of the softmax over the real children of a node, by hand."""
-    rows = [s.plan.offset(level) + node * s.plan.branch + child for child in range(s.plan.branch)]
+    rows = [s.plan.offsets[level] + node * s.plan.branch + child for child in range(s.plan.branch)]
     real = [s.node_mask is None or bool(s.node_mask[0, row]) for row in rows]
     q, keys = s.q[0, 0].tolist(), s.keys[0, rows].tolist()
     total = [0.0] * len(rows)
@@ -240,7 +240,7 @@ def test_choices_lead_to_every_path(n: int, branch: int, real: int | None) -> No
     s = search(n, branch, real)
     blocks = torch.arange(s.plan.blocks)
     if s.node_mask is not None:
-        blocks = blocks[s.node_mask[0, s.plan.offset(s.plan.depth) :][: s.plan.blocks]]
+        blocks = blocks[s.node_mask[0, s.plan.offsets[s.plan.depth] :][: s.plan.blocks]]
     digits = [blocks // branch**level % branch for level in reversed(range(s.plan.depth))]
     found = s.walk(None, torch.stack(digits, dim=1))
     assert torch.equal(found.path[0], blocks)

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.reference import search_reference
-from retreever.tree.layout import leaf_layout
+from retreever.tree.order import leaf_layout
 from retreever.tree.plan import TreePlan
 
 if importlib.util.find_spec("triton") is None:
@@ -33,6 +34,14 @@ from retreever.ops.search import backward_triton, forward_triton, tiles_triton
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETING else "cuda"
 TIE = 1e-5  # policies closer than this may be decided either way
+
+
+def triton_search(*inputs: Any) -> tuple[Tensor, ...]:
+    return backend.search_triton(SearchInputs(*inputs))
+
+
+def plain_search(*inputs: Any) -> tuple[Tensor, ...]:
+    return search_reference(SearchInputs(*inputs))
 
 
 def on_device(test: Any) -> Any:
@@ -109,7 +118,7 @@ def run(case: Case, given: Inputs, slopes: tuple[Tensor, ...] | None = None) -> 
         inner_keys, inner_values = torch.stack([keys, values], dim=2).unbind(2)
         inner_q = q.transpose(2, 3).contiguous().transpose(2, 3)
     mask, noise = (None if x is None else x.to(DEVICE) for x in (given.mask, given.noise))
-    results = backend.search_triton(inner_q, inner_keys, inner_values, case.plan, mask, noise)
+    results = triton_search(inner_q, inner_keys, inner_values, case.plan, mask, noise)
     gradients: list[Tensor] = []
     if slopes is not None:
         loss = sum((x * y.to(x)).sum() for x, y in zip((results[0], *results[2:]), slopes, strict=True))
@@ -121,7 +130,7 @@ def reference(
     case: Case, given: Inputs, dtype: torch.dtype, slopes: tuple[Tensor, ...] | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     q, keys, values = (x.to(dtype).requires_grad_(slopes is not None) for x in (given.q, given.keys, given.values))
-    results = search_reference(q, keys, values, case.plan, given.mask, given.noise)
+    results = plain_search(q, keys, values, case.plan, given.mask, given.noise)
     gradients: list[Tensor] = []
     if slopes is not None:
         loss = sum((x * y.to(x)).sum() for x, y in zip((results[0], *results[2:]), slopes, strict=True))
@@ -137,7 +146,7 @@ def decided(case: Case, given: Inputs) -> Tensor:
     clear = torch.ones(case.b, case.m, dtype=torch.bool)
     for level in range(1, plan.depth + 1):
         node = path // plan.branch ** (plan.depth - level + 1)
-        rows = plan.offset(level) + node[..., None] * plan.branch + torch.arange(plan.branch)
+        rows = plan.offsets[level] + node[..., None] * plan.branch + torch.arange(plan.branch)
         scores = (q[:, :, None] * keys[batch, rows]).sum(-1) * case.e**-0.5
         if given.mask is not None:
             scores = scores.masked_fill(~given.mask[batch, rows][..., None], -torch.inf)
@@ -387,7 +396,7 @@ def test_compiles_as_one_graph() -> None:
     q, keys, values, _, noise = operands(case)
 
     def loss(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        output, _, log_prob, entropy = backend.search_triton(q, keys, values, case.plan, None, noise)
+        output, _, log_prob, entropy = triton_search(q, keys, values, case.plan, None, noise)
         return output.square().sum() + log_prob.sum() - entropy.sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if INTERPRETING else "inductor")
@@ -403,8 +412,8 @@ def test_compiles_as_one_graph() -> None:
 def test_direct_launch_gives_what_the_operator_gives() -> None:
     args = operands(Case(9, b=1, m=3, h=2, e=8))
     plan = TreePlan(9)
-    direct = backend.search_triton(*(x.detach() for x in args[:3]), plan, None, None)
-    through = backend.search_triton(*args[:3], plan, None, None)
+    direct = triton_search(*(x.detach() for x in args[:3]), plan, None, None)
+    through = triton_search(*args[:3], plan, None, None)
     assert not direct[0].requires_grad and through[0].requires_grad and not through[1].requires_grad
     assert all(torch.equal(x, y) for x, y in zip(direct, through, strict=True))
 
@@ -417,7 +426,7 @@ def test_replays_as_a_cuda_graph() -> None:
 
     def step() -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in args[:3]]  # of the stream the step runs on
-        output, path, log_prob, entropy = backend.search_triton(*leaves, case.plan, *args[3:])
+        output, path, log_prob, entropy = triton_search(*leaves, case.plan, *args[3:])
         return output, path, *torch.autograd.grad((output, log_prob, entropy), leaves, slopes)
 
     stream = torch.cuda.Stream()
@@ -440,8 +449,8 @@ def test_more_than_two_billion_elements() -> None:
     nodes = torch.empty(1, plan.nodes, 4, 64, dtype=torch.bfloat16, device=DEVICE).normal_()
     q = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16, device=DEVICE)
     noise = torch.rand(1, 64, plan.depth, device=DEVICE)
-    got = backend.search_triton(q, nodes, nodes, plan, None, noise)
-    want = search_reference(q, nodes, nodes, plan, None, noise)
+    got = triton_search(q, nodes, nodes, plan, None, noise)
+    want = plain_search(q, nodes, nodes, plan, None, noise)
     same = got[1] == want[1]
     assert nodes.numel() > 2**31 and same.float().mean() > 0.9 and got[1].max() > plan.blocks // 2
     torch.testing.assert_close(got[0][same], want[0][same], rtol=2e-2, atol=2e-2)
@@ -530,7 +539,7 @@ def test_kernels_compile_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(module, kernel, Recorder(getattr(module, kernel), launches))
     given = make(case)
     q = given.q.requires_grad_()
-    results = backend.search_triton(q, given.keys, given.values, case.plan, given.mask, given.noise)
+    results = triton_search(q, given.keys, given.values, case.plan, given.mask, given.noise)
     results[0].sum().backward()
     assert [kernel.__name__ for kernel, _, _ in launches] == ["descend", "query_gradient", *["node_gradient"] * 2]
     for kernel, args, options in launches[: 4 if case.mask else 1]:  # gradients have no such variants

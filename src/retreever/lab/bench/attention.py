@@ -20,7 +20,6 @@ from retreever.lab.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel,
 from retreever.lab.bench.options import AttentionBench
 from retreever.lab.bench.paper import paper_rows, paper_table
 from retreever.lab.bench.report import Row, Rows, Run, check_sizes, progress, quantity, timed, times
-from retreever.lab.bench.roof import memory_roof, roof_table
 from retreever.lab.bench.timing import Call, Forecast, Mode, time_together
 from retreever.lab.tables import Cell, Table
 from retreever.ops.search.api import tree_attention
@@ -47,10 +46,8 @@ def run_attention(options: AttentionBench) -> None:
     with torch.inference_mode():
         rows = [row for part in parts for row in latency_rows(run, options, part)]
         paper = paper_rows(run)
-        roof = memory_roof(run, sets=options.sets) if run.device.type == "cuda" and not options.quick else None
     tables = [operator_table(run, options, rows), module_table(run, options, rows), paper_table(run, paper)]
-    tables += [roof_table(roof)] if roof is not None else []
-    summary = {"faster_than_all_tokens": _ratios(rows), "memory_roof": roof}
+    summary = {"faster_than_all_tokens": _ratios(rows)}
     run.publish(rows + paper, tables, partial(draw_latency, rows, run), summary)
 
 

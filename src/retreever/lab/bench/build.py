@@ -17,7 +17,7 @@ from retreever.lab.bench.report import Row, Rows, Run, check_sizes, progress, qu
 from retreever.lab.bench.timing import Call, Mode, time_together
 from retreever.lab.tables import Table
 from retreever.tree.build import build_nodes
-from retreever.tree.layout import leaf_layout
+from retreever.tree.order import leaf_layout
 from retreever.tree.plan import TreePlan
 
 PAPER_TOKENS = 256

@@ -118,21 +118,3 @@ class TrainBench(BenchOptions):
         from retreever.lab.bench.train import run_train
 
         run_train(self)
-
-
-@dataclass(frozen=True)
-class DataBench(BenchOptions):
-    """How fast every task makes batches, against the training step of the fastest model; at least 3x is wanted."""
-
-    seconds: float = 30.0
-    """Longest time for one task; slow methods get fewer samples, fast ones keep theirs."""
-    batch: int = 0
-    """Examples per batch; by default those of the task's recipe."""
-    data: Path | None = None
-    """Folder that holds the datasets; tasks whose files are absent are left out."""
-
-    def run(self) -> None:
-        """Print a table, write JSON, Markdown and a figure."""
-        from retreever.lab.bench.data import run_data
-
-        run_data(self)

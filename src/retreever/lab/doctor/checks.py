@@ -20,6 +20,7 @@ from retreever.attention import TreeCrossAttention
 from retreever.ops.attention.api import attention
 from retreever.ops.backend import Impl, unavailable
 from retreever.ops.search.api import search
+from retreever.ops.search.inputs import SearchInputs
 from retreever.tree.plan import TreePlan
 
 Status = Literal["ok", "wrong", "not available"]
@@ -102,9 +103,7 @@ def search_errors(impl: Impl, device: str) -> list[Error] | str:
     ):
         found, exact = (searched(*kind, plan, masked, noisy) for kind in _pair(impl, device, dtype))
         errors += compare(found, exact, LIMITS[dtype], f" ({title})")
-    if impl == "reference":  # with as many branches as tokens the search is attention over all of them
-        errors += compare(flat_search(device, dtype), flat_attention(device, dtype), LIMITS[dtype])
-    return errors
+    return errors + (flat_errors(device, dtype) if impl == "reference" else [])
 
 
 def _pair(impl: Impl, device: str, dtype: torch.dtype) -> tuple[tuple[Impl, str, torch.dtype], ...]:
@@ -122,9 +121,9 @@ def searched(impl: Impl, device: str, dtype: torch.dtype, plan: TreePlan, masked
         mask[1, 1] = mask[0, -1] = False
     q, keys, values = tensors = [x.to(device, dtype).requires_grad_() for x in inputs]
     with torch.no_grad():
-        plain = search(q, keys, values, plan, mask, noise, None, impl)
+        plain = search(SearchInputs(q, keys, values, plan, mask, noise), impl)
     with torch.enable_grad():
-        found = search(q, keys, values, plan, mask, noise, None, impl)
+        found = search(SearchInputs(q, keys, values, plan, mask, noise), impl)
         loss = found.output.sum() + (found.log_prob + 0.5 * found.entropy).sum()
         gradients = torch.autograd.grad(loss, tensors)
     named = plain._asdict() | {f"{name} in training": value for name, value in found._asdict().items()}
@@ -137,17 +136,13 @@ def _flat(device: str, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(1, 6, 2, 8, generator=generator).to(device, dtype) for _ in range(3)]
 
 
-def flat_search(device: str, dtype: torch.dtype) -> Named:
-    """A search of a tree that is one block of leaves."""
+def flat_errors(device: str, dtype: torch.dtype) -> list[Error]:
+    """With as many branches as tokens the search is torch's own attention over all of them."""
     q, keys, values = _flat(device, dtype)
-    found = search(q, keys, values, TreePlan(6, 6), None, None, None, "reference")
-    return {"output": found.output.cpu().double()}
-
-
-def flat_attention(device: str, dtype: torch.dtype) -> Named:
-    """Torch's own attention over the same leaves."""
-    q, keys, values = (x.transpose(1, 2) for x in _flat(device, dtype))
-    return {"output": F.scaled_dot_product_attention(q, keys, values).transpose(1, 2).cpu().double()}
+    found = search(SearchInputs(q, keys, values, TreePlan(6, 6)), "reference").output
+    q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+    exact = F.scaled_dot_product_attention(q, keys, values).transpose(1, 2)
+    return compare({"output": found.double()}, {"output": exact.double()}, LIMITS[dtype], " (all tokens)")
 
 
 def attention_errors(device: str) -> list[Error] | str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, UInt8
@@ -24,13 +24,11 @@ from retreever.tasks.seeds import stream
 from retreever.train.protocols import Model
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
 NEUTRAL = (0.60, 0.71, 0.82)  # where no pixel is given: neither black, white nor grey
-_CELL = 0.95  # width of a picture, in inches
-_GAP = 0.06  # between pictures, in their width
+_CELL = 1.0  # width of a picture, in inches
 _COLUMNS = ("context", "mean", "std")
 
 
@@ -92,99 +90,44 @@ def draw_completions(
     if not context:
         reject("context", "at least one number of pixels", "none")
     done = [complete_all(model, images, size, seed) for size in context]
-    layout = _Layout(len(images), len(context), images.shape[1] / images.shape[2], 0.35 * bool(title))
-    figure = new_figure(layout.width, layout.height)
-    figure.set_layout_engine("none")  # pictures stand in a grid known beforehand
+    columns, aspect = 3 * len(context) + 1, images.shape[1] / images.shape[2]
+    figure = new_figure(_CELL * columns + 0.9, _CELL * aspect * len(images) + 0.9 + 0.35 * bool(title))
+    room = 0.3 / figure.get_figheight()  # for captions below the pictures
+    figure.set_layout_engine("constrained", w_pad=0.02, h_pad=0.02, wspace=0, hspace=0, rect=(0, room, 1, 1 - room))
+    panels: Any = figure.subplots(len(images), columns, squeeze=False)
     most = max(float(completion.std.max()) for completion in done)
-    for group, (size, completion) in enumerate(zip(context, done, strict=True)):
-        spread = _draw_group(figure, layout, group, completion, most)
-        caption = f"{size} of {images.shape[1] * images.shape[2]} pixels given"
-        _write(figure, layout.left(group, 1) + 0.5, layout.below, caption, 10)
-    for row, truth in enumerate(done[0].truth):
-        _show(_cell(figure, layout, len(context), 0, row), truth)
-    _write(figure, layout.left(len(context), 0) + 0.5, layout.above, "truth", 9)
-    _colour_bar(figure, layout, spread)
+    for index, (size, completion) in enumerate(zip(context, done, strict=True)):
+        own = panels[:, 3 * index : 3 * index + 3]
+        spread = _draw_group(own, completion, most)
+        caption = f"{size} of {images[0, ..., 0].numel()} pixels given"
+        look: dict[str, Any] = {"transform": own[-1, 1].transAxes, "ha": "center", "color": STYLE["ink"]}
+        own[-1, 1].text(0.5, -0.24, caption, fontsize=10, in_layout=False, **look)
+    for axis, truth in zip(panels[:, -1], done[0].truth, strict=True):
+        axis.imshow(truth.expand(-1, -1, 3).numpy())
+    panels[0, -1].set_title("truth", fontsize=9, color=STYLE["ink"])
+    for axis in panels.flat:
+        axis.axis("off")
+    _colour_bar(figure, panels, spread)
     return save(figure, file, title)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where pictures stand, in pictures (one is a unit wide); groups of columns are a little apart."""
-
-    rows: int
-    groups: int
-    aspect: float  # height by width
-    head: float  # room for a title, in inches
-
-    @property
-    def width(self) -> float:
-        """Of the figure, in inches."""
-        return _CELL * (self.left(self.groups, 1) + 0.95)
-
-    @property
-    def height(self) -> float:
-        """Of the figure, in inches."""
-        return _CELL * (self.rows * (self.aspect + _GAP) + 0.7) + self.head
-
-    @property
-    def above(self) -> float:
-        """Height of the names over the columns."""
-        return self.bottom(0) + self.aspect + 0.13
-
-    @property
-    def below(self) -> float:
-        """Height of the captions under the groups."""
-        return 0.2
-
-    def left(self, group: int, column: int) -> float:
-        """Of a picture."""
-        return 0.1 + group * (3 * (1 + _GAP) + 0.12) + column * (1 + _GAP)
-
-    def bottom(self, row: int) -> float:
-        """Of a picture; row 0 is the topmost."""
-        return 0.4 + (self.rows - 1 - row) * (self.aspect + _GAP)
-
-
-def _cell(figure: Figure, layout: _Layout, group: int, column: int, row: int) -> Axes:
-    """An empty frame for one picture."""
-    x, y = _CELL * layout.left(group, column), _CELL * layout.bottom(row)
-    w, h = layout.width, layout.height
-    axis = figure.add_axes((x / w, y / h, _CELL / w, _CELL * layout.aspect / h))
-    axis.axis("off")
-    return axis
-
-
-def _draw_group(figure: Figure, layout: _Layout, group: int, completion: Completion, most: float) -> AxesImage:
+def _draw_group(panels: Any, completion: Completion, most: float) -> AxesImage:
     """Three columns of one size of context; gives one of the standard deviations, for the colour bar."""
-    for row, (given, mean, std) in enumerate(zip(completion.given, completion.mean, completion.std, strict=True)):
-        _show(_cell(figure, layout, group, 0, row), given)
-        _show(_cell(figure, layout, group, 1, row), mean)
-        spread = _cell(figure, layout, group, 2, row).imshow(
-            std.numpy(), cmap="magma", vmin=0, vmax=most, aspect="auto"
-        )
-    for column, name in enumerate(_COLUMNS):
-        _write(figure, layout.left(group, column) + 0.5, layout.above, name, 9)
+    for axes, given, mean, std in zip(panels, completion.given, completion.mean, completion.std, strict=True):
+        axes[0].imshow(given.numpy())
+        axes[1].imshow(mean.expand(-1, -1, 3).numpy())
+        spread: AxesImage = axes[2].imshow(std.numpy(), cmap="magma", vmin=0, vmax=most)
+    for axis, name in zip(panels[0], _COLUMNS, strict=True):
+        axis.set_title(name, fontsize=9, color=STYLE["ink"])
     return spread
 
 
-def _colour_bar(figure: Figure, layout: _Layout, spread: AxesImage) -> None:
-    top, low = layout.bottom(0) + layout.aspect, layout.bottom(layout.rows - 1)
-    x, w, h = layout.left(layout.groups, 1) + 0.12, layout.width, layout.height
-    axis = figure.add_axes((_CELL * x / w, _CELL * low / h, 0.1 / w, _CELL * (top - low) / h))
-    bar = figure.colorbar(spread, cax=axis)
+def _colour_bar(figure: Figure, panels: Any, spread: AxesImage) -> None:
+    bar = figure.colorbar(spread, ax=panels, aspect=40, pad=0.01)
     bar.set_label("std, of values from 0 to 1", fontsize=8, color=STYLE["ink"])
-    axis.tick_params(labelsize=7, length=0, colors=STYLE["ink"])
-    axis.locator_params(axis="y", nbins=5)
+    bar.ax.tick_params(labelsize=7, length=0, colors=STYLE["ink"])
+    bar.ax.locator_params(axis="y", nbins=5)
     bar.outline.set_visible(False)
-
-
-def _write(figure: Figure, x: float, y: float, text: str, size: float) -> None:
-    place = _CELL * x / figure.get_figwidth(), _CELL * y / figure.get_figheight()
-    figure.text(*place, text, ha="center", va="center", fontsize=size, color=STYLE["ink"])
-
-
-def _show(axis: Axes, picture: Float[Tensor, "h w c"]) -> None:
-    axis.imshow(picture.expand(-1, -1, 3).numpy(), aspect="auto")
 
 
 def _check_images(images: Tensor) -> None:

@@ -5,7 +5,6 @@ Needs matplotlib (the extra `plot`), imported on first use.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,10 @@ Row = Mapping[str, Any]  # system, setting, tokens, paper, paper_std, mean, std
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 KEYS = {False: ("paper", "paper_std"), True: ("mean", "std")}  # whether ours -> where a row has it
 Place = tuple[str, float, bool]  # system, tokens, whether ours
-NUMBERS = ("tokens", "paper", "paper_std", "mean", "std")
 
 
 def panels_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
     """Rows by setting and, within it, by system, those with fewer tokens first; rows without any value are left out."""
-    _check_rows(rows)
     panels: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         if row.get("paper") is not None or row.get("mean") is not None:
@@ -147,22 +144,3 @@ def _legend(figure: Figure, systems: Sequence[str], rows: Sequence[Row]) -> None
     if any(row.get("paper") is not None for row in rows):
         handles.append(entry("the paper's", 0, False, **grey))
     legend_below(figure, handles)
-
-
-def _check_rows(rows: Sequence[Row]) -> None:
-    seen: set[tuple[str, str, float]] = set()
-    for index, row in enumerate(rows):
-        for name in ("system", "setting"):
-            if not isinstance(row.get(name), str):
-                reject(f"rows[{index}]", f"a text for {name!r}", repr(row.get(name)))
-        for name in NUMBERS:
-            value = row.get(name)
-            good = isinstance(value, int | float) and math.isfinite(value)
-            if not good and (value is not None or name == "tokens"):
-                reject(f"rows[{index}]", f"a finite number for {name!r}", repr(value))
-        if not row["tokens"] > 0:
-            reject(f"rows[{index}]", "tokens > 0, for a logarithmic axis", row["tokens"])
-        key = row["setting"], row["system"], float(row["tokens"])
-        if key in seen:
-            reject(f"rows[{index}]", "one row per setting, system and tokens", f"a second one for {key}")
-        seen.add(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +14,7 @@ from tyro.conf import subcommand as named
 from retreever.arguments import check_int, reject
 from retreever.lab.recipes.models import ModelSettings, SearchSettings
 from retreever.lab.recipes.recipe import PRESETS, Preset, Recipe, compose
-from retreever.lab.recipes.tasks import ActivitySettings, CelebASettings, CopySettings, EmnistSettings, GPSettings
+from retreever.lab.recipes.tasks import TASKS
 from retreever.train.config import TrainConfig
 
 
@@ -70,70 +70,22 @@ class Launch:
         return [recipe.changed(seed=seed) for seed in self.seeds or (self.train.seed,)]
 
 
-@dataclass(frozen=True)
-class TrainCopy(Launch):
-    """Repeat a sequence backwards: cross attention and tree cross attention without an encoder."""
-
-    task: CopySettings = field(default_factory=CopySettings)
-
-
-@dataclass(frozen=True)
-class TrainGP(Launch):
-    """Regression on functions drawn from Gaussian processes."""
-
-    task: GPSettings = field(default_factory=GPSettings)
-
-
-@dataclass(frozen=True)
-class TrainEmnist(Launch):
-    """Completion of EMNIST digits."""
-
-    task: EmnistSettings = field(default_factory=EmnistSettings)
-
-
-@dataclass(frozen=True)
-class TrainCelebA(Launch):
-    """Completion of CelebA faces."""
-
-    task: CelebASettings = field(default_factory=CelebASettings)
-
-
-@dataclass(frozen=True)
-class TrainActivity(Launch):
-    """Which activity a person is at, from the positions of four body tags."""
-
-    task: ActivitySettings = field(default_factory=ActivitySettings)
-
-
-LAUNCHES: dict[str, type[Launch]] = {
-    "copy": TrainCopy,
-    "gp": TrainGP,
-    "emnist": TrainEmnist,
-    "celeba": TrainCelebA,
-    "activity": TrainActivity,
-}
-
-
 def train_commands(words: Sequence[str]) -> Any:
-    """The union of all `retreever train` commands.
+    """The union of all `retreever train` commands, one per task.
 
-    Their defaults are those that --preset and --quick among `words` ask for, so that what else is said overrides them,
+    Their defaults are those that --preset and --quick among `words` ask for, so that what else is given overrides them,
     and --help shows what would run.
     """
     preset, quick = asked_preset(words), "--quick" in words
     union: Any = None
-    for task, kind in LAUNCHES.items():
-        recipe = compose(task, preset, quick, {})
-        make: Any = kind
-        default = make(
-            model=recipe.model,
-            search=recipe.search,
-            train=recipe.train,
-            preset=preset,
-            quick=quick,
-            task=recipe.task,
+    for name, task in TASKS.items():
+        recipe = compose(name, preset, quick, {})
+        space = {"__doc__": task.__doc__}
+        launch: Any = make_dataclass(
+            name, [("task", task)], bases=(Launch,), namespace=space, frozen=True, kw_only=True
         )
-        command = Annotated[make, named(task, default=default, prefix_name=False)]
+        parts = {part: getattr(recipe, part) for part in ("task", "model", "search", "train")}
+        command = Annotated[launch, named(name, default=launch(**parts, preset=preset, quick=quick), prefix_name=False)]
         union = command if union is None else union | command
     return union
 

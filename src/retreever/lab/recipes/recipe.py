@@ -57,7 +57,7 @@ class Recipe:
     def make_model(self) -> Model:
         """The model, freshly initialised."""
         paper = self.preset == "paper"
-        return make_model(self.model, self.search, self.task.model_fields(), self.task.context, paper)
+        return make_model(self.model, self.search, self.task.model_fields, self.task.context, paper)
 
     def changed(self, **given: Any) -> Recipe:
         """The same with some settings changed, by their names."""

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-COPY_MODELS = ("tca", "ca", "perceiver-io")
 POINT_MODELS = ("retreever", "transformer-ca", "perceiver-io")
 Sizes = Literal["each", "batch"]
 
 
 @dataclass(frozen=True)
-class CopySettings:
+class TaskSettings(ABC):
+    """What all tasks have."""
+
+    name: ClassVar[str]
+    metric: ClassVar[str] = "log-likelihood"
+    models: ClassVar[tuple[str, ...]] = POINT_MODELS
+    model_fields: ClassVar[dict[str, Any]]  # what the task settles about models
+
+    @property
+    @abstractmethod
+    def context(self) -> int:
+        """The largest context, as the paper counts: its token percentages refer to it."""
+
+    @property
+    def mark(self) -> str:
+        """The part of a run's name that tells variants of the task apart."""
+        return ""
+
+    @abstractmethod
+    def make(self, data: Path | None, preset: str = "default") -> Any:
+        """The task, to train on and to steer by."""
+
+    def make_tests(self, data: Path | None) -> dict[str, Any]:
+        """What a trained model is tested on, the main test first."""
+        return {"test": self.make(data)}
+
+
+@dataclass(frozen=True)
+class CopySettings(TaskSettings):
     """Sequences to repeat backwards (paper, section 4.1)."""
 
     n: int = 256
@@ -20,37 +48,28 @@ class CopySettings:
 
     name: ClassVar[str] = "copy"
     metric: ClassVar[str] = "accuracy in %"
-    models: ClassVar[tuple[str, ...]] = COPY_MODELS
+    models: ClassVar[tuple[str, ...]] = ("tca", "ca", "perceiver-io")
+    model_fields: ClassVar[dict[str, Any]] = {"dim_y": 12, "inputs": "sequence", "head": "categorical"}
 
     @property
     def mark(self) -> str:
-        """Of the run's name."""
+        """The length."""
         return str(self.n)
 
     @property
     def context(self) -> int:
-        """The largest context, which the paper's token percentages refer to."""
+        """Half of a sequence."""
         return self.n // 2
 
-    def model_fields(self) -> dict[str, Any]:
-        """What the task settles about models."""
-        from retreever.tasks.copy import VOCABULARY
-
-        return {"dim_y": VOCABULARY, "inputs": "sequence", "head": "categorical"}
-
-    def make(self, data: Path | None = None, preset: str = "default") -> Any:
-        """The task, to train on and to steer by."""
+    def make(self, data: Path | None, preset: str = "default") -> Any:
+        """Sequences of length n."""
         from retreever.tasks.copy import CopyTask
 
         return CopyTask(self.n)
 
-    def make_tests(self, data: Path | None = None) -> dict[str, Any]:
-        """What a trained model is tested on, the main test first."""
-        return {"test": self.make(data)}
-
 
 @dataclass(frozen=True)
-class GPSettings:
+class GPSettings(TaskSettings):
     """Functions drawn from Gaussian processes (paper, section 4.2.1)."""
 
     kernel: Literal["rbf", "matern", "periodic"] = "rbf"
@@ -61,26 +80,21 @@ class GPSettings:
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "gp"
-    metric: ClassVar[str] = "log-likelihood"
-    models: ClassVar[tuple[str, ...]] = POINT_MODELS
-    context: ClassVar[int] = 47  # as the paper counts: one more than contexts ever have
+    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 1, "dim_y": 1, "head": "gaussian"}
+    context: ClassVar[int] = 47
 
     @property
     def mark(self) -> str:
-        """Of the run's name."""
+        """The kernel."""
         return self.kernel + ("-printed" if self.ranges == "paper" else "")
 
-    def model_fields(self) -> dict[str, Any]:
-        """What the task settles about models."""
-        return {"dim_x": 1, "dim_y": 1, "head": "gaussian"}
-
-    def make(self, data: Path | None = None, preset: str = "default") -> Any:
+    def make(self, data: Path | None, preset: str = "default") -> Any:
         """Functions of `kernel`."""
         from retreever.tasks.gp import GPTask
 
         return GPTask(self.kernel, self.ranges, sizes=self.sizes)
 
-    def make_tests(self, data: Path | None = None) -> dict[str, Any]:
+    def make_tests(self, data: Path | None) -> dict[str, Any]:
         """RBF and Matern 5/2, and the kernel trained on if it is another."""
         from retreever.tasks.gp import GPTask, Kernel
 
@@ -90,21 +104,15 @@ class GPSettings:
 
 
 @dataclass(frozen=True)
-class EmnistSettings:
+class EmnistSettings(TaskSettings):
     """EMNIST: trained on digits, tested on other digits and on letters never seen (paper, section 4.2.2)."""
 
     sizes: Sizes = "each"
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "emnist"
-    metric: ClassVar[str] = "log-likelihood"
-    models: ClassVar[tuple[str, ...]] = POINT_MODELS
+    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 1, "head": "bounded"}
     context: ClassVar[int] = 197
-    mark: ClassVar[str] = ""
-
-    def model_fields(self) -> dict[str, Any]:
-        """What the task settles about models."""
-        return {"dim_x": 2, "dim_y": 1, "head": "bounded"}
 
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Digits."""
@@ -123,7 +131,7 @@ class EmnistSettings:
 
 
 @dataclass(frozen=True)
-class CelebASettings:
+class CelebASettings(TaskSettings):
     """CelebA faces (paper, section 4.2.2)."""
 
     size: int = 32
@@ -132,18 +140,13 @@ class CelebASettings:
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "celeba"
-    metric: ClassVar[str] = "log-likelihood"
-    models: ClassVar[tuple[str, ...]] = POINT_MODELS
+    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 3, "head": "gaussian"}
     context: ClassVar[int] = 197
 
     @property
     def mark(self) -> str:
-        """Of the run's name."""
+        """The size."""
         return str(self.size)
-
-    def model_fields(self) -> dict[str, Any]:
-        """What the task settles about models."""
-        return {"dim_x": 2, "dim_y": 3, "head": "gaussian"}
 
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Faces; the paper's code trains on the validation images, too."""
@@ -153,13 +156,9 @@ class CelebASettings:
         train_on: TrainOn = "train+validation" if preset == "paper" else "train"
         return CelebATask(find_data("celeba", data), size=self.size, train_on=train_on, sizes=self.sizes)
 
-    def make_tests(self, data: Path | None) -> dict[str, Any]:
-        """What a trained model is tested on."""
-        return {"test": self.make(data)}
-
 
 @dataclass(frozen=True)
-class ActivitySettings:
+class ActivitySettings(TaskSettings):
     """Windows of four body tags' positions: which activity, at each of 50 moments (paper, section 4.2.3)."""
 
     split: Literal["paper", "recording"] = "paper"
@@ -167,17 +166,13 @@ class ActivitySettings:
 
     name: ClassVar[str] = "activity"
     metric: ClassVar[str] = "accuracy in %"
-    models: ClassVar[tuple[str, ...]] = POINT_MODELS
+    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 1, "dim_y": 24, "outputs": 11, "head": "categorical"}
     context: ClassVar[int] = 50
 
     @property
     def mark(self) -> str:
-        """Of the run's name."""
+        """The split."""
         return self.split
-
-    def model_fields(self) -> dict[str, Any]:
-        """What the task settles about models."""
-        return {"dim_x": 1, "dim_y": 24, "outputs": 11, "head": "categorical"}
 
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Windows of the official file."""
@@ -186,12 +181,6 @@ class ActivitySettings:
 
         return ActivityTask(find_data("person_activity", data), self.split)
 
-    def make_tests(self, data: Path | None) -> dict[str, Any]:
-        """What a trained model is tested on."""
-        return {"test": self.make(data)}
 
-
-TaskSettings = CopySettings | GPSettings | EmnistSettings | CelebASettings | ActivitySettings
-TASKS: dict[str, type[TaskSettings]] = {
-    kind.name: kind for kind in (CopySettings, GPSettings, EmnistSettings, CelebASettings, ActivitySettings)
-}
+_KINDS: tuple[type[TaskSettings], ...] = (CopySettings, GPSettings, EmnistSettings, CelebASettings, ActivitySettings)
+TASKS: dict[str, type[TaskSettings]] = {kind.name: kind for kind in _KINDS}

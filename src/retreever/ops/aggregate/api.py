@@ -7,17 +7,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retreever.ops.aggregate.weights import LayerWeights
-from retreever.ops.backend import Impl, choose, transformed
+from retreever.ops.backend import transformed
 from retreever.tree.plan import TreePlan
 
 WIDEST, MOST_CHILDREN, NARROWEST_HEAD = 128, 16, 16
 
 
-def aggregates(plan: TreePlan, weights: LayerWeights, leaves: Float[Tensor, "b leaves d"], impl: Impl) -> bool:
-    """Whether a kernel summarises these leaves: on CUDA, without gradients, in sizes that fill tensor-core tiles."""
+def aggregates(plan: TreePlan, weights: LayerWeights, leaves: Float[Tensor, "b leaves d"]) -> bool:
+    """Whether the kernel can summarise these leaves: without gradients, in sizes that fill tensor-core tiles."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
-        return False
-    if choose("aggregate", impl, leaves) != "triton":
         return False
     dim = leaves.shape[2]
     power_of_two = dim & (dim - 1) == 0

@@ -26,9 +26,9 @@ def aggregate_triton(nodes: Tensor, mask: Tensor | None, plan: TreePlan, weights
         short = nodes.shape[0] * parents <= SHORT
         rows = SHORT_ROWS if short else ROWS
         steps = min(level, climb(rows, children)) if short and children == plan.branch else 1
-        _launch(nodes, mask, weights, (first_child, plan.offset(level), parents), children, rows, steps)
+        _launch(nodes, mask, weights, (first_child, plan.offsets[level], parents), children, rows, steps)
         level, children = level - steps, plan.branch
-        first_child = plan.offset(level + 1)
+        first_child = plan.offsets[level + 1]
 
 
 def climb(rows: int, children: int) -> int:

@@ -13,14 +13,12 @@ from retreever.arguments import reject
 from retreever.checks import check_float, check_mask, check_same, check_tensor
 from retreever.ops.attention.api import attention
 from retreever.ops.backend import Impl, choose
+from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.reference import search_reference
 from retreever.tree.plan import TreePlan
 
 _BOOL, _INT64 = torch.bool, torch.int64
-Search = Callable[
-    [Tensor, Tensor, Tensor, TreePlan, Tensor | None, Tensor | None, Tensor | None],
-    tuple[Tensor, Tensor, Tensor, Tensor],
-]
+Search = Callable[[SearchInputs], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 class TreeAttention(NamedTuple):
@@ -67,9 +65,10 @@ def tree_attention(
         output, path (the leaf block reached), log_prob and entropy of the path (summed over its decisions).
         Gradients flow to q, keys and values through output, log_prob and entropy along the path taken.
     """
-    if not _fits(q, keys, values, plan, node_mask, noise, choices):
-        _explain(q, keys, values, plan, node_mask, noise, choices)
-    return search(q, keys, values, plan, node_mask, noise, choices, impl)
+    inputs = SearchInputs(q, keys, values, plan, node_mask, noise, choices)
+    if not _fits(inputs):
+        _explain(inputs)
+    return search(inputs, impl)
 
 
 def full_attention(
@@ -81,27 +80,19 @@ def full_attention(
     impl: Impl = "auto",
 ) -> Float[Tensor, "b m h e"]:
     """Attend to all real leaves of the tree instead of searching it (ReTreever-Full, and the L_CA term)."""
-    if not _fits(q, keys, values, plan, node_mask, None, None):
-        _explain(q, keys, values, plan, node_mask, None, None)
+    inputs = SearchInputs(q, keys, values, plan, node_mask)
+    if not _fits(inputs):
+        _explain(inputs)
     if node_mask is not None:  # whatever padding holds: 0 * NaN would be NaN
         keys, values = (nodes.masked_fill(~node_mask[..., None, None], 0) for nodes in (keys, values))
     return read_leaves(q, keys, values, plan, node_mask, impl)
 
 
-def search(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: TreePlan,
-    node_mask: Tensor | None,
-    noise: Tensor | None,
-    choices: Tensor | None,
-    impl: Impl,
-) -> TreeAttention:
+def search(inputs: SearchInputs, impl: Impl) -> TreeAttention:
     """`tree_attention` without its checks, for callers that have checked."""
-    name = choose("search", impl, q)
+    name = choose("search", impl, inputs.q)
     backend = _BACKENDS.get(name) or _load(name)
-    return tuple.__new__(TreeAttention, backend(q, keys, values, plan, node_mask, noise, choices))
+    return tuple.__new__(TreeAttention, backend(inputs))
 
 
 def read_leaves(
@@ -129,16 +120,9 @@ def _load(name: Impl) -> Search:
     return _BACKENDS[name]
 
 
-def _fits(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: TreePlan,
-    node_mask: Tensor | None,
-    noise: Tensor | None,
-    choices: Tensor | None,
-) -> bool:
+def _fits(inputs: SearchInputs) -> bool:
     """All checks at once, as cheap as they can be; only where they fail is the reason looked for."""
+    q, keys, values, plan, node_mask, noise, choices = inputs
     try:
         b, m, h, e = q.shape
         shape, dtype = keys.shape, q.dtype
@@ -160,16 +144,9 @@ def _lies_like(tensor: Tensor, shape: tuple[int, ...], q: Tensor) -> bool:
     return isinstance(tensor, Tensor) and tensor.shape == shape and tensor.device == q.device
 
 
-def _explain(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: TreePlan,
-    node_mask: Tensor | None,
-    noise: Tensor | None,
-    choices: Tensor | None,
-) -> None:
+def _explain(inputs: SearchInputs) -> None:
     """Raise the `InputError` that names what does not fit."""
+    q, keys, values, plan, node_mask, noise, choices = inputs
     if not isinstance(plan, TreePlan):
         reject("plan", "a TreePlan", type(plan).__name__)
     check_tensor("q", q, "b m h e")

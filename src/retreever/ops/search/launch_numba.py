@@ -7,7 +7,7 @@ longer than the search. Under torch.compile, with fake tensors and inside modes 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from retreever.ops.search.backward_numba import backward_nodes, backward_scores
 from retreever.ops.search.forward_numba import forward
+from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.lanes_numba import LANES
 from retreever.ops.search.memory_numba import ROOM
 from retreever.ops.search.single_numba import forward_single
-from retreever.ops.search.threads_numba import GRAIN, Entries, run
+from retreever.ops.search.threads_numba import Entries, share
 from retreever.tree.plan import TreePlan
 
 _SCHEMA = (
@@ -31,6 +32,8 @@ _BACKWARD_SCHEMA = (
     " Tensor? node_mask, Tensor path, Tensor output, Tensor lse, int branch, int depth, int block)"
     " -> (Tensor, Tensor, Tensor)"
 )
+# Multiply-adds a thread must get before it is worth waking: it comes 25 us late and costs the caller 15 us.
+GRAIN = 200_000
 _FORWARD = Entries(forward, 11, 4, 4, 6)
 _SINGLE = Entries(forward_single, 7, 4, 5)
 _BACKWARD_SCORES = Entries(backward_scores, 13, 4, 4, 6)
@@ -51,16 +54,9 @@ _grad_enabled = torch.is_grad_enabled
 _int64 = torch.int64
 
 
-def search_numba(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: TreePlan,
-    node_mask: Tensor | None,
-    noise: Tensor | None,
-    choices: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, path, log_prob and entropy of every query; arguments are those of `tree_attention`, already checked."""
+def search_numba(inputs: SearchInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, path, log_prob and entropy of every query."""
+    q, keys, values, plan, node_mask, noise, choices = inputs
     if (
         _compiling()
         or not (type(q) is type(keys) is type(values) is Tensor)  # fake tensors, parameters, users' own classes
@@ -128,7 +124,7 @@ def _forward(
     log_prob, entropy = _empty(queries, rows, dtype), _empty(queries, rows, dtype)
     tensors = (q, keys, values, node_mask, noise, choices, output, path, log_prob, entropy, lse)
     sizes, work = (m, h, e, branch, depth, block), b * m * h * e * (branch * depth + block)
-    run(_FORWARD, dtype, (_addresses(*tensors), key_strides, value_strides, sizes), b * -(-m // LANES), work, tensors)
+    _run(_FORWARD, dtype, (_addresses(*tensors), key_strides, value_strides, sizes), b * -(-m // LANES), work, tensors)
     return output, path, log_prob, entropy
 
 
@@ -136,6 +132,18 @@ def _forward_with_lse(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     lse = inputs[0].new_empty(inputs[0].shape[:3])
     output, path, log_prob, entropy = _forward(lse, *inputs)
     return output, path, log_prob, entropy, lse
+
+
+def _run(
+    entries: Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: Sequence[Any]
+) -> None:
+    """Compute all items of a kernel, with as many threads as torch uses where the work pays for waking them."""
+    entry, real = entries[dtype]
+    helpers = 0 if work < 2 * GRAIN else min(torch.get_num_threads(), items, work // GRAIN) - 1
+    if helpers < 1:
+        entry(*arguments, items, 0, real)
+    else:
+        share(entry, real, arguments, items, helpers, alive)
 
 
 def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -173,7 +181,7 @@ def _backward(
     read = (q, keys, values, node_mask, path, output, lse, grad_output, grad_log_prob, grad_entropy)
     written = (grads[0], shares, slopes)
     sizes = (m, h, e, branch, depth, block)
-    run(
+    _run(
         _BACKWARD_SCORES,
         q.dtype,
         (_addresses(*read, *written), keys.stride(), values.stride(), sizes),
@@ -183,7 +191,7 @@ def _backward(
     )
     used = (q, grad_output, path, shares, slopes, grads[1], grads[2])
     groups = max(1, min(h, 2 * torch.get_num_threads() // max(b, 1), work // GRAIN))
-    run(_BACKWARD_NODES, q.dtype, (_addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
+    _run(_BACKWARD_NODES, q.dtype, (_addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
     return grads
 
 

@@ -15,22 +15,15 @@ from torch import Tensor
 from retreever.ops.launching_triton import on_device_of
 from retreever.ops.search import backward_triton as gradients
 from retreever.ops.search import forward_triton as kernels
+from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.tiles_triton import Operands, TreeShape, node_tile, query_tile, reads_late
-from retreever.tree.plan import TreePlan
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def search_triton(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    plan: TreePlan,
-    node_mask: Tensor | None,
-    noise: Tensor | None,
-    choices: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, path, log_prob and entropy of every query; arguments are those of `tree_attention`, already checked."""
+def search_triton(inputs: SearchInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, path, log_prob and entropy of every query."""
+    q, keys, values, plan, node_mask, noise, choices = inputs
     shape = (plan.branch, plan.depth, plan.block)
     if torch.compiler.is_compiling() or type(q) is not Tensor or _needs_gradient(q, keys, values):
         return _forward(q, keys, values, node_mask, noise, choices, *shape)[:4]

@@ -127,21 +127,6 @@ def fetch_add(_typing: Any, counter: Any) -> Any:
 
 
 @part
-def take(base, index, rest):
-    """The numbers from base[index] on: LANES, or `rest` where that is less, then zeros."""
-    return load(base, index) if rest >= LANES else load_first(base, index, rest)
-
-
-@part
-def give(base, index, vector, rest):
-    """Write the lanes, or the first `rest` of them where that is less."""
-    if rest >= LANES:
-        store(base, index, vector)
-    else:
-        store_first(base, index, vector, rest)
-
-
-@part
 def claim(turns, index):
     """The item after `index`; or, if threads share the work, the next one nobody has taken."""
     if turns:

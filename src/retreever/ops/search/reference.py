@@ -10,29 +10,24 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retreever.tree.plan import TreePlan
+from retreever.ops.search.inputs import SearchInputs
 
 
 def search_reference(
-    q: Float[Tensor, "b m h e"],
-    keys: Float[Tensor, "b t h e"],
-    values: Float[Tensor, "b t h e"],
-    plan: TreePlan,
-    node_mask: Bool[Tensor, "b t"] | None,
-    noise: Float[Tensor, "b m depth"] | None,
-    choices: Int[Tensor, "b m depth"] | None = None,
+    inputs: SearchInputs,
 ) -> tuple[Float[Tensor, "b m h e"], Int[Tensor, "b m"], Float[Tensor, "b m"], Float[Tensor, "b m"]]:
-    """Output, path, log_prob and entropy of every query; arguments are those of `tree_attention`, already checked.
+    """Output, path, log_prob and entropy of every query.
 
     Half precision is computed in float32; log_prob and entropy stay there, the output returns to the dtype of q.
     """
+    q, keys, values, plan, node_mask, noise, choices = inputs
     b, m = q.shape[:2]
     dtype, q = q.dtype, q.to(torch.promote_types(q.dtype, torch.float32))
     path = torch.zeros(b, m, dtype=torch.int64, device=q.device)
     log_prob, entropy = q.new_zeros(b, m), q.new_zeros(b, m)
     scores, rows = [], []
     for level in range(1, plan.depth + 1):
-        children = plan.offset(level) + path[..., None] * plan.branch + _range(plan.branch, path)
+        children = plan.offsets[level] + path[..., None] * plan.branch + _range(plan.branch, path)
         level_scores = _score(q, keys, node_mask, children)
         policy = level_scores.softmax(dim=2).mean(dim=3)  # (b, m, k): head mean of the attention weights
         chosen = _choose(policy, None if noise is None else noise[..., level - 1])

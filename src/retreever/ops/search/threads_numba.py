@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from numba import types
 
-# Multiply-adds a thread must get before it is worth waking: it comes 25 us late and costs the caller 15 us.
-GRAIN = 200_000
 POLLS = 200  # times a caller looks for helpers to finish before it sleeps between looks
 PAUSE = 5e-5  # seconds
 
@@ -82,19 +80,12 @@ class Team:
 team = Team()
 
 
-def run(
-    entries: Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: Sequence[Any]
-) -> None:
-    """Compute all items of a kernel, with as many threads as torch uses where the work pays for waking them.
+def share(entry: Any, real: Any, arguments: tuple[Any, ...], items: int, helpers: int, alive: Sequence[Any]) -> None:
+    """Compute all items of a kernel with some threads to help.
 
     Threads take one item after the other, so one that wakes late on a busy machine delays nobody. The result does not
     depend on which thread computes an item.
     """
-    entry, real = entries[dtype]
-    helpers = 0 if work < 2 * GRAIN else min(torch.get_num_threads(), items, work // GRAIN) - 1
-    if helpers < 1:
-        entry(*arguments, items, 0, real)
-        return
     alive = [*alive]
     turns = np.zeros(2, np.int64)  # items taken, items done
     arguments = (*arguments, items, turns.ctypes.data, real)

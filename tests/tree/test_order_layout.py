@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retreever.tree.build import plan_for
-from retreever.tree.layout import LeafLayout, leaf_layout, segment_of_rank
+from retreever.tree.order import LeafLayout, leaf_layout, segment_of_rank
 from retreever.tree.plan import TreePlan
 
 properties = settings(max_examples=300, derandomize=True, deadline=None)
@@ -20,7 +20,7 @@ def layout_of(plan: TreePlan, *lengths: int) -> LeafLayout:
 
 
 def ragged_plan(longest: int, branch: int) -> TreePlan:
-    return plan_for(longest, branch, torch.ones(1, longest, dtype=torch.bool))
+    return plan_for(longest, branch, True)
 
 
 @properties
