@@ -79,3 +79,15 @@ def test_inductor_agrees_with_eager() -> None:
     query, context = torch.randn(1, 2, 8), torch.randn(1, 4, 8)
     fused = compiled(search, backend="inductor")(query, context, None)
     assert gap(fused.output, search(query, context, None).output) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_first_call_may_be_a_compiled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which backend runs is remembered between calls; a graph must not depend on that memory."""
+    monkeypatch.setattr("retreever.ops.backend._chosen", {})
+    module = TreeCrossAttention(8, 2).eval()
+    query, tree = torch.randn(1, 2, 8), module.build(torch.randn(1, 9, 8))
+    monkeypatch.setattr("retreever.ops.backend._chosen", {})
+    first, again = compiled(module), compiled(module)
+    assert gap(first(query, tree).output, module(query, tree).output) <= 1e-6
+    assert gap(again(query, tree).output, first(query, tree).output) <= 1e-6

@@ -21,7 +21,7 @@ from retreever.objective import (
     baseline_of,
     gate_of,
     masked_mean,
-    policy_loss,
+    policy_terms,
     reward_of,
     three_term_loss,
 )
@@ -150,7 +150,9 @@ def test_the_entropy_bonus_spreads_the_policy() -> None:
     p = problem("log-likelihood", 1)
     noise = torch.full((1, PLAN.depth), 0.5)
     q, found = p.walk(noise)
-    policy_loss(found.log_prob, found.entropy, torch.zeros(1, 1), alpha=1.0).backward()
+    nothing = torch.zeros(1, 1)
+    config = ObjectiveConfig(baseline="none", alpha=1.0)
+    three_term_loss(config, nothing, nothing, found.log_prob, found.entropy, nothing, nothing).total.backward()
     after = p._replace(q=(q - 1e-3 * q.grad).detach()).walk(noise)[1]
     assert float(after.entropy.detach()) > float(found.entropy.detach())
 
@@ -233,7 +235,7 @@ def test_a_reward_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
 def test_an_advantage_that_would_broadcast_is_refused() -> None:
     """Regression: (2, 3, 1) times (6,) is (2, 3, 6), a mean over pairs of queries that looks like a loss."""
     with pytest.raises(InputError, match=r"^advantage: expected"):
-        policy_loss(torch.ones(6), torch.ones(6), torch.ones(2, 3, 1), alpha=0.0)
+        policy_terms(torch.ones(6), torch.ones(2, 3, 1))
 
 
 @pytest.mark.parametrize("value", [1.0, None, [[1.0]]])

@@ -123,11 +123,19 @@ REWARD_FUNCTIONS: dict[Reward, RewardFunction] = {
 }
 
 
-def masked_mean(values: PerQuery, mask: Bool[Tensor, "b m"] | None) -> Float[Tensor, ""]:
-    """Mean over real queries; what stands at the others is not read."""
+def masked_means(terms: Float[Tensor, "k b m"], mask: Bool[Tensor, "b m"] | None) -> Float[Tensor, " k"]:
+    """Means of k terms over real queries; what stands at the others is not read.
+
+    Summed in two steps: compilers turn short sums into quicker code, and one of them (triton 3.6) fails on long ones.
+    """
     if mask is None:
-        return values.mean()
-    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp_min(1)
+        return terms.mean(dim=2).mean(dim=1)
+    return terms.masked_fill(~mask, 0).sum(dim=2).sum(dim=1) / mask.sum(dim=1).sum().clamp_min(1)
+
+
+def masked_mean(values: PerQuery, mask: Bool[Tensor, "b m"] | None) -> Float[Tensor, ""]:
+    """Mean over real queries."""
+    return masked_means(values[None], mask)[0]
 
 
 def baseline_of(
@@ -143,18 +151,14 @@ def baseline_of(
     return reward.new_zeros(())
 
 
-def policy_loss(
-    log_prob: PerQuery,
-    entropy: PerQuery,
-    advantage: PerQuery,
-    alpha: float,
-    mask: Bool[Tensor, "b m"] | None = None,
-) -> Float[Tensor, ""]:
-    """REINFORCE with an entropy bonus; `advantage` is reward minus baseline, one value per query as `log_prob` is."""
+def policy_terms(
+    log_prob: PerQuery, advantage: PerQuery, mask: Bool[Tensor, "b m"] | None = None
+) -> Float[Tensor, "b m"]:
+    """REINFORCE of every query; `advantage` is reward minus baseline, one value per query as `log_prob` is."""
     if advantage.shape != log_prob.shape:  # they would broadcast, and every reward would credit every path
         reject("advantage", f"the shape of log_prob {tuple(log_prob.shape)}", tuple(advantage.shape))
     credit = without_padding(advantage.detach(), mask)  # a NaN there would turn the gradient 0 * NaN into NaN
-    return -masked_mean(log_prob * credit, mask) - alpha * masked_mean(entropy, mask)
+    return -log_prob * credit
 
 
 def gate_of(leaves: Float[Tensor, "*shape"], chance: float) -> Float[Tensor, "*shape"]:
@@ -180,20 +184,23 @@ def three_term_loss(
 ) -> Loss:
     """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search."""
     advantage = reward - baseline_of(config, reward, full_reward, mask)
-    imitation = reward.new_zeros(())
     if detours is not None:
         advantage = advantage.masked_fill(detours.taken, 0)  # the path is not the policy's own
+    terms = [task, leaves, policy_terms(log_prob, advantage, mask), entropy, reward.detach()]
+    if detours is not None:
         credit = detours.weight * detour_credit(reward, full_reward)
         credit = credit.masked_fill(~detours.taken, 0) / config.detours  # the mean over those that were sent
-        imitation = policy_loss(detours.log_prob, entropy, credit, 0.0, mask)
-    policy = policy_loss(log_prob, entropy, advantage, config.alpha, mask)
-    task_mean, leaves_mean = masked_mean(task, mask), masked_mean(leaves, mask)
+        terms.append(policy_terms(detours.log_prob, credit, mask))
+    means = masked_means(torch.stack(terms), mask)
+    policy = means[2] - config.alpha * means[3]
+    imitation = means[5] if detours is not None else torch.zeros_like(policy)
+    kept = means.detach()
     return Loss(
-        total=gate * (task_mean + config.lambda_rl * policy + imitation) + config.lambda_ca * leaves_mean,
-        task=task_mean.detach(),
+        total=gate * (means[0] + config.lambda_rl * policy + imitation) + config.lambda_ca * means[1],
+        task=kept[0],
         policy=policy.detach(),
-        leaves=leaves_mean.detach(),
+        leaves=kept[1],
         detours=imitation.detach(),
-        reward=masked_mean(reward, mask),
-        entropy=masked_mean(entropy, mask).detach(),
+        reward=kept[4],
+        entropy=kept[3],
     )

@@ -40,7 +40,12 @@ def choose(operator: Operator, impl: Impl, like: Tensor) -> Impl:
         return "reference"
     # Asking a CPU tensor for its device takes four times as long.
     kind = (operator, impl, "cpu" if like.is_cpu else like.device.type, like.dtype)
-    return _chosen.get(kind) or _choose(*kind)
+    if torch.compiler.is_compiling():  # a graph would depend on what is in the dictionary
+        return _choose(*kind)
+    found = _chosen.get(kind)
+    if found is None:
+        found = _chosen[kind] = _choose(*kind)
+    return found
 
 
 def _choose(operator: Operator, impl: Impl, device: str, dtype: torch.dtype) -> Impl:
@@ -53,10 +58,7 @@ def _choose(operator: Operator, impl: Impl, device: str, dtype: torch.dtype) -> 
         wanted = "triton" if device == "cuda" else "numba"
         if unavailable(wanted, device, dtype) is not None:
             wanted = "reference"
-    found = wanted if wanted in KERNELS[operator] else "reference"
-    if not torch.compiler.is_compiling():
-        _chosen[operator, impl, device, dtype] = found
-    return found
+    return wanted if wanted in KERNELS[operator] else "reference"
 
 
 # What torch.compiler.assume_constant_result does, without loading the compiler for those who never compile.

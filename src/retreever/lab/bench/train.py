@@ -81,8 +81,8 @@ def variants(cuda: bool, compiled: bool) -> dict[str, Variant]:
     }
     if cuda:
         found[ALL] = Variant(True, "auto")
-    if compiled:
-        found |= {f"{name}{COMPILED}": variant._replace(compiled=True) for name, variant in found.items()}
+    for name in (PLAIN, list(found)[-1]) if compiled else ():  # without kernels, and with all there are
+        found[f"{name}{COMPILED}"] = found[name]._replace(compiled=True)
     return found
 
 
