@@ -107,7 +107,7 @@ class TrainBench(BenchOptions):
     batch: int = 0
     """Examples per step; by default those of the recipe on a GPU, and fewer on a CPU."""
     compile: bool = False
-    """Also time every variant with its loss compiled by torch.compile; takes minutes."""
+    """Also time all kernels with the rest of the loss compiled by torch.compile; takes minutes."""
     precision: Literal["fp32", "tf32"] = "tf32"
     """Of matrix products on a GPU; tf32 is what training uses unless told otherwise."""
     data: Path | None = None

@@ -81,8 +81,9 @@ def variants(cuda: bool, compiled: bool) -> dict[str, Variant]:
     }
     if cuda:
         found[ALL] = Variant(True, "auto")
-    for name in (PLAIN, list(found)[-1]) if compiled else ():  # without kernels, and with all there are
-        found[f"{name}{COMPILED}"] = found[name]._replace(compiled=True)
+    if compiled:
+        fastest = list(found)[-1]
+        found[f"{fastest}{COMPILED}"] = found[fastest]._replace(compiled=True)
     return found
 
 
