@@ -1,7 +1,7 @@
 """retreever: cross attention that reads O(log n) tokens through a learned tree search.
 
-The public names, nothing else, loaded when first used: importing the package alone loads not even torch, and nothing
-ever loads triton, numba or matplotlib before it is needed.
+Only the public names, imported when first used: importing the package does not import torch, and triton, numba and
+matplotlib are imported only when they are needed.
 """
 
 from importlib import import_module

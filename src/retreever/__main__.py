@@ -8,7 +8,7 @@ from retreever.cli import main
 if __name__ == "__main__":
     code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Its group is closed; threads that torch leaves behind could still abort it while Python winds down.
+        # The process group is closed; remaining threads of torch could abort the process while Python shuts down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

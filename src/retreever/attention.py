@@ -1,11 +1,11 @@
-"""The two modules a user drops in: `CrossAttention` and, reading O(log n) tokens instead, `TreeCrossAttention`.
+"""The attention modules: `CrossAttention` and `TreeCrossAttention`, which reads O(log n) tokens per query.
 
-Both work in two steps, because a context is prepared once and queried often:
+Both work in two steps, so that a context is prepared once and queried often:
 
     memory = module.build(context, mask)    # keys and values, or a tree
-    result = module(query, memory)          # as often as wanted; result.output is (b, m, dim)
+    result = module(query, memory)          # any number of times; result.output is (b, m, dim)
 
-Both steps check what they are given; `check=False` skips that, for models that have checked their inputs already.
+Both steps check their arguments; `check=False` skips the checks, for models that have checked their inputs already.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ from retreever.nn.multihead import copy_multihead, multihead_arguments
 from retreever.ops.backend import Impl
 from retreever.ops.search.api import TreeAttention, read_leaves, search
 from retreever.ops.search.inputs import SearchInputs
-from retreever.results import (
-    RETRIEVALS,
-    CrossAttentionResult,
-    KeyValues,
-    Retrieval,
-    TreeCrossAttentionResult,
-)
+from retreever.results import RETRIEVALS, CrossAttentionResult, KeyValues, Retrieval, TreeCrossAttentionResult
 from retreever.tree.aggregate import Aggregator, make_aggregator
 from retreever.tree.build import Tree, build_nodes
 
@@ -69,19 +63,19 @@ class CrossAttention(nn.Module):
 
     @classmethod
     def from_multihead(cls, attention: nn.MultiheadAttention) -> CrossAttention:
-        """The same function as a trained `nn.MultiheadAttention(batch_first=True)` used as cross attention."""
+        """A module that computes the same as a trained `nn.MultiheadAttention(batch_first=True)`."""
         module = cls(**multihead_arguments(attention)).to(attention.out_proj.weight)
         copy_multihead(attention, module.block)
         return module.train(attention.training)
 
     def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> KeyValues:
-        """Project `context` once, to be queried often. `mask` is True where a token is real.
+        """Project `context` to keys and values. `mask` is True where a token is real.
 
         With `check=False` padding must hold finite numbers.
         """
         if check:
             check_context(self, self.block, context, mask)
-            if mask is not None:  # NaN in padding must not spread: 0 * NaN is NaN
+            if mask is not None:  # padding may hold NaN, and 0 * NaN is NaN
                 context = context.masked_fill(~mask[..., None], 0)
         return KeyValues(*self.block.key_values(context), mask)
 
@@ -144,14 +138,16 @@ class TreeCrossAttention(nn.Module):
             reject("heads", f"a divisor of kdim={width}, for the transformer aggregator", heads)
         inner: Residual = "normalised" if residual == "doubled" else "pre" if residual == "none" else residual
         self.aggregator = make_aggregator(aggregator, width, heads, hidden or 2 * width, inner, dropout, impl)
-        self.branch, self.detach, self.retrieval, self.impl = branch, detach, retrieval, impl
+        self.branch, self.detach = branch, detach
+        self.retrieval: Retrieval = retrieval
+        self.impl: Impl = impl
 
     @classmethod
     def from_multihead(cls, attention: nn.MultiheadAttention, branch: int = 2) -> TreeCrossAttention:
-        """Start from a trained `nn.MultiheadAttention(batch_first=True)`: equal to it when `branch` >= tokens.
+        """A module with the weights of an `nn.MultiheadAttention(batch_first=True)`; equal to it if `branch` >= tokens.
 
-        Nodes are the means of their children, without weights of their own. The attention has no dropout, since it is
-        also the policy, and the module is in the mode of `attention`: in training it samples its paths.
+        Nodes are the means of their children. The attention has no dropout, since it is also the policy. The module is
+        in the mode of `attention`: in training it samples its paths.
         """
         arguments = multihead_arguments(attention) | {"dropout": 0.0}
         module = cls(**arguments, branch=branch, aggregator="mean").to(attention.out_proj.weight)
@@ -159,7 +155,7 @@ class TreeCrossAttention(nn.Module):
         return module.train(attention.training)
 
     def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> Tree:
-        """Lay `context`, already in leaf order, on a tree and prepare all nodes once.
+        """Build the tree over `context`, already in leaf order, with keys and values of all nodes.
 
         `mask` is True where a token is real: the tree is that of the real tokens alone, in their order.
         """
@@ -188,14 +184,14 @@ class TreeCrossAttention(nn.Module):
                 training and the most likely child is taken in evaluation.
             choices: the child to take at single decisions; -1 leaves them to the policy.
             generator: of the noise drawn in training.
-            leaves: search and also read all leaves with the same weights, as training does (`result.leaves`).
+            leaves: also read all leaves with the same weights, as training does (`result.leaves`).
             check: False skips the checks of all arguments.
         """
         if check:
             check_choice("retrieval", self.retrieval, RETRIEVALS)
             check_search(self, self.block, query, tree, noise, choices)
         normed, q = self.block.start(query)
-        q = q.to(tree.keys.dtype)  # under autocast the tree may have been made outside, or in another type
+        q = q.to(tree.keys.dtype)  # under autocast the tree may have another dtype
         if self.retrieval == "full" and not leaves:
             nothing = q.new_zeros(q.shape[:2])
             found = TreeAttention(self._read_leaves(q, tree), nothing.to(torch.int64), nothing, nothing)
@@ -203,7 +199,7 @@ class TreeCrossAttention(nn.Module):
         found = self._search(q, tree, noise, choices, generator)
         if not leaves:
             return _result(self.block.finish(query, normed, found.output), found, tree, "policy")
-        # One pass of the feed-forward for both: they share everything after the attention.
+        # One pass of the feed-forward for both outputs: they share all layers after the attention.
         attended = torch.cat([found.output, self._read_leaves(q, tree)])
         both = self.block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
         return _result(both[: len(query)], found, tree, "policy", both[len(query) :])
@@ -212,12 +208,7 @@ class TreeCrossAttention(nn.Module):
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
 
     def _search(
-        self,
-        q: Float[Tensor, "b m h e"],
-        tree: Tree,
-        noise: Noise,
-        choices: Choices,
-        generator: torch.Generator | None,
+        self, q: Float[Tensor, "b m h e"], tree: Tree, noise: Noise, choices: Choices, generator: torch.Generator | None
     ) -> TreeAttention:
         if noise is None and self.training:
             noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
@@ -242,7 +233,7 @@ def _readout(
     bias: bool,
     impl: Impl,
 ) -> AttentionBlock:
-    """The block both modules share. The paper's code reads raw keys and values; otherwise the context has its norm."""
+    """The block of both modules. Only with `residual` "pre" the context has a norm; the paper's code has none."""
     check_bool("bias", bias)
     return AttentionBlock(
         dim,

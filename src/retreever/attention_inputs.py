@@ -1,4 +1,4 @@
-"""What the attention modules accept: checks of context, queries and decisions."""
+"""Checks of the arguments of the attention modules: context, queries and decisions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from retreever.tree.build import Tree
 
 
 def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> None:
-    """Tokens of the width `block` takes, like the weights of `module`, finite where real, one real token at least."""
+    """Check the width, dtype, device and mask of `context`; real tokens must be finite, at least one per row."""
     check_tensor("context", context, "b n c", c=block.kdim)
     check_float("context", context)
     check_like_weights("context", context, module)
@@ -35,7 +35,7 @@ def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mas
 
 
 def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: Tensor) -> None:
-    """Queries of the width `block` takes, like the weights of `module` and like the context with `keys`."""
+    """Check the width, dtype and device of `query` against `block`, the weights of `module` and `keys`."""
     check_tensor("query", query, "b m d", b=keys.shape[0], d=block.dim)
     check_float("query", query)
     check_like_weights("query", query, module)
@@ -43,19 +43,14 @@ def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: T
     if query.dtype != keys.dtype and not torch.is_autocast_enabled(query.device.type):
         check_same("query", query, "the context", keys)
     check_tensor("keys", keys, "b n h e", h=block.heads, e=block.width)
-    if not query.is_cuda:  # reading values there would make every call wait for the device
+    if not query.is_cuda:  # reading values on CUDA would make every call wait for the device
         check_finite("query", query)
 
 
 def check_search(
-    module: nn.Module,
-    block: AttentionBlock,
-    query: Tensor,
-    tree: Tree,
-    noise: Tensor | None,
-    choices: Tensor | None,
+    module: nn.Module, block: AttentionBlock, query: Tensor, tree: Tree, noise: Tensor | None, choices: Tensor | None
 ) -> None:
-    """Queries that fit the tree, uniforms and choices for each of their decisions."""
+    """Check that `query`, `noise` and `choices` fit the tree."""
     if not isinstance(tree, Tree):
         reject("tree", "a Tree made by build()", type(tree).__name__)
     check_query(module, block, query, tree.keys)

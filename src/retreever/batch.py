@@ -1,4 +1,4 @@
-"""`Batch`: the one thing tasks make and models take. Context points, target points, and masks for ragged rows."""
+"""`Batch`, which tasks make and models take: context points, target points, and masks for ragged rows."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Batch:
         yt: the true values there.
         context_mask: True where a context point is real; None means all.
         target_mask: True where a target is real; None means all.
-        output_mask: True where an output of a real target is known; None means all. What stands at the others counts
-            neither for the loss nor for the reward. Every real target has at least one.
+        output_mask: True where an output of a real target is known; None means all. Unknown outputs count neither
+            for the loss nor for the reward. Every real target has at least one known output.
     """
 
     xc: Float[Tensor, "b n dx"]
@@ -62,7 +62,7 @@ class Batch:
         return replace(self, **moved)
 
     def rows(self, which: slice) -> Batch:
-        """Some of its tasks."""
+        """A batch of some of the tasks."""
         parts: dict[str, Any] = {}
         for part in fields(self):
             value = getattr(self, part.name)
@@ -82,7 +82,7 @@ class Batch:
         return self
 
     def _known(self, mask: Bool[Tensor, "b m out"]) -> Float[Tensor, "b m out"]:
-        """`yt` with 0 for outputs not known, once it is clear that `mask` can tell which those are."""
+        """`yt` with 0 for unknown outputs; raises `InputError` unless `mask` fits `yt`."""
         y = self.yt
         if not isinstance(y, Tensor) or y.dim() != 3 or not y.dtype.is_floating_point:
             got = f"{y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
@@ -92,7 +92,7 @@ class Batch:
         return y.masked_fill(~mask, 0)
 
     def _check_any_known(self, mask: Bool[Tensor, "b m out"]) -> None:
-        """A target of which nothing is known would count as one that was predicted without loss."""
+        """Raise `InputError` if a real target has no known output: it would count as predicted without loss."""
         known = mask.any(dim=-1) if self.target_mask is None else mask.any(dim=-1) | ~self.target_mask
         if values_readable(known) and not bool(known.all()):
             unknown = f"{int((~known).sum())} without; leave them out by target_mask"
@@ -102,7 +102,7 @@ class Batch:
 def check_points(
     x_name: str, x: Tensor, y_name: str, y: Tensor, mask: Tensor | None, mask_name: str = "mask", axis: str = "n"
 ) -> None:
-    """Points and their values: same rows, real entries finite, at least one real point per row."""
+    """Check points and their values: same rows, real entries finite, at least one real point per row."""
     check_tensor(x_name, x, f"b {axis} dx")
     check_float(x_name, x)
     b, n = x.shape[:2]
@@ -127,7 +127,7 @@ def check_points(
 
 
 def without_padding(values: Tensor, mask: Bool[Tensor, "b n"] | None) -> Tensor:
-    """Zeros where `mask` says padding: whatever stood there, NaN included, can no longer spread."""
+    """`values` with zeros at padding, which may hold NaN."""
     return values if mask is None else values.masked_fill(~mask.reshape(mask.shape + (1,) * (values.dim() - 2)), 0)
 
 
@@ -139,9 +139,9 @@ def collate(rows: Sequence[Batch]) -> Batch:
         if not isinstance(row, Batch):
             reject(f"rows[{index}]", "a Batch", type(row).__name__)
         for name in ("xc", "yc", "xt", "yt"):
-            first, here = getattr(rows[0], name), getattr(row, name)
-            if (here.dtype, here.shape[2:]) != (first.dtype, first.shape[2:]):
-                reject(f"rows[{index}].{name}", f"the dtype and width of rows[0] {_kind(first)}", _kind(here))
+            first, value = getattr(rows[0], name), getattr(row, name)
+            if (value.dtype, value.shape[2:]) != (first.dtype, first.shape[2:]):
+                reject(f"rows[{index}].{name}", f"the dtype and width of rows[0] {_kind(first)}", _kind(value))
         _check_lengths(f"rows[{index}]", row)
     context = [row.context_mask for row in rows]
     target = [row.target_mask for row in rows]
@@ -151,7 +151,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
 
 
 def _check_lengths(where: str, row: Batch) -> None:
-    """Points, their values and masks must be as many: padding would make up what is missing."""
+    """Check that there are as many values and masks as points; padding would hide missing ones."""
     parts: dict[str, tuple[Tensor | None, Tensor]] = {
         "yc": (row.yc, row.xc),
         "context_mask": (row.context_mask, row.xc),
@@ -181,7 +181,7 @@ def _pad(
 
 
 def _pad_outputs(rows: Sequence[Batch], length: int) -> Tensor | None:
-    """Outputs are known where no row says otherwise."""
+    """Output masks of all rows, padded; outputs of rows without a mask are known. None if no row has one."""
     if all(row.output_mask is None for row in rows):
         return None
     known = [torch.ones_like(r.yt, dtype=torch.bool) if r.output_mask is None else r.output_mask for r in rows]

@@ -1,7 +1,7 @@
-"""Input checks shared by all layers: each raises `InputError` naming the argument, what was expected, what came.
+"""Input checks shared by all layers: each raises `InputError` naming the argument, what was expected, what was given.
 
-Shape, type and device checks cost nothing and always run. Checks of *values* (NaN, all-masked rows) read the data,
-so they are skipped while a graph is being compiled or captured, where reading is impossible.
+Shape, type and device checks are cheap and always run. Checks of *values* (NaN, all-masked rows) read the data, so they
+are skipped while a graph is being compiled or captured, where values cannot be read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_mask(argument: str, mask: object, shape: str, **sizes: int) -> None:
 
 
 def check_same(argument: str, value: Tensor, other: str, like: Tensor, dtype: bool = True) -> None:
-    """`value` must share device and, unless told otherwise, dtype with the tensor named `other`."""
+    """`value` must share device and, unless `dtype` is False, dtype with `like`, the tensor named `other`."""
     if value.device != like.device:
         reject(argument, f"the device of {other} ({like.device})", value.device)
     if dtype and value.dtype != like.dtype:
@@ -53,7 +53,7 @@ def check_same(argument: str, value: Tensor, other: str, like: Tensor, dtype: bo
 def check_like_weights(argument: str, value: Tensor, module: nn.Module) -> None:
     """`value` must share device and, outside autocast, dtype with the weights of `module`.
 
-    Quantised layers have no parameters: what is left of a module without any is not compared.
+    A module without floating point parameters (quantised layers) is not compared.
     """
     weight = next(module.parameters(), None)
     if weight is None or not weight.dtype.is_floating_point:
@@ -64,7 +64,7 @@ def check_like_weights(argument: str, value: Tensor, module: nn.Module) -> None:
 
 
 def values_readable(tensor: Tensor) -> bool:
-    """Whether values may be looked at here: not while compiling, tracing shapes or capturing a CUDA graph."""
+    """Whether values can be read: not while compiling, tracing shapes or capturing a CUDA graph."""
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -75,7 +75,7 @@ def check_finite(argument: str, value: Tensor, mask: Tensor | None = None) -> No
     if not values_readable(value) or value.numel() == 0:
         return
     if mask is None:
-        # One pass without a temporary; a sum can overflow on huge finite input, so look closer before complaining.
+        # One pass without a temporary; a sum can overflow on huge finite input, so then check every value.
         if bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all()):
             return
     else:

@@ -1,4 +1,4 @@
-"""The command line. Help is quick because torch is loaded only once there is work to do."""
+"""The command line. torch is imported only when a command runs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 
 @dataclass(frozen=True)
 class Demo:
-    """Train Cross Attention, Tree Cross Attention and Perceiver IO on the copy task and show what came out."""
+    """Train Cross Attention, Tree Cross Attention and Perceiver IO on the copy task and print the results."""
 
     out: Path = Path("runs/demo")
     """Folder for table, pictures and JSON."""
@@ -63,7 +63,7 @@ class Bench:
     )
 
     def run(self) -> None:
-        """Run the benchmark asked for."""
+        """Run the benchmark."""
         self.what.run()
 
 
@@ -72,14 +72,14 @@ class Doctor:
     """Print versions and devices, and check every backend against the reference."""
 
     def run(self) -> int:
-        """Print the report; 1 when something is wrong."""
+        """Print the report; returns 1 when a check fails, else 0."""
         from retreever.lab.doctor import run_doctor
 
         return run_doctor()
 
 
 def train_command(words: list[str]) -> Any:
-    """`retreever train`, with the defaults that `words` ask for."""
+    """The command `retreever train`, with the defaults for the preset in `words`."""
 
     def run(self: Any) -> None:
         self.what.run()
@@ -94,7 +94,7 @@ class Version:
     """Print the version."""
 
     def run(self) -> None:
-        """Print it."""
+        """Print the version."""
         from retreever.version import __version__
 
         print(__version__)
@@ -124,9 +124,9 @@ def main(arguments: list[str] | None = None) -> int:
     except RetreeverError as error:
         print(f"retreever: {error}", file=sys.stderr)
         return error.status
-    except BrokenPipeError:  # who read the output, say `head`, has seen enough; what was to come is not done
+    except BrokenPipeError:  # the reader of the output, say `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # what a shell gives for a program that SIGPIPE ended
+        return 141  # the status a shell reports for a program ended by SIGPIPE
     except OSError as error:
         if error.filename is None:
             raise
@@ -140,59 +140,60 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(commands: Any, words: list[str]) -> int:
     try:
         command = parse(commands, words)
-        if not isinstance(command, Bench):  # those measure the machine as it was set up
+        if not isinstance(command, Bench):  # benchmarks run with the settings of the machine
             wait_briefly()
         return command.run() or 0
-    finally:  # here, and not when Python winds down, a closed pipe can still be dealt with
+    finally:  # flush here: `main` handles a closed pipe, Python does not when it exits
         sys.stdout.flush()
 
 
 def wait_briefly() -> None:
-    """Let torch's threads spin for a moment between operations; has to come before torch is loaded.
+    """Let torch's threads spin only briefly between operations; must be called before torch is imported.
 
-    They spin for milliseconds otherwise, on cores that other programs want too: beside two busy ones training came to
-    an eighth of its speed, this way to a third or half. Alone it costs about a tenth.
+    By default they spin for milliseconds, which slows down other programs on the same cores: beside two busy programs
+    training ran at an eighth of its speed, with this setting at a third to a half. Alone it costs about a tenth.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def parse(commands: Any, words: list[str]) -> Any:
-    """The command that `words` ask for; an error in them is one line."""
+    """The command in `words`; errors raise `ConfigError` with one line."""
     if words == ["--version"]:
         words = ["version"]
     check_names(commands, words)
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with redirect_stderr(said):
+        with redirect_stderr(stderr):
             return tyro.cli(commands, prog="retreever", args=words, description=ABOUT, config=(OmitArgPrefixes,))
     except SystemExit as stop:
         if stop.code:
-            raise ConfigError(_one_line(said.getvalue())) from None
+            raise ConfigError(_one_line(stderr.getvalue())) from None
         raise
 
 
 def check_names(commands: Any, words: list[str]) -> None:
-    """Refuse a first word that is no command, and a second one that is none of the first's."""
+    """Raise `ConfigError` if the first word is not a command, or the second is not a subcommand of it."""
     for word in words:
-        known = {one.__metadata__[0].name: one.__origin__ for one in get_args(commands) if get_origin(one) is Annotated}
+        kinds = [kind for kind in get_args(commands) if get_origin(kind) is Annotated]
+        known = {kind.__metadata__[0].name: kind.__origin__ for kind in kinds}
         if not known or word.startswith("-"):
             return
         if word not in known:
-            meant = get_close_matches(word.lower(), known, 1)
-            perhaps = f" (perhaps {meant[0]})" if meant else ""
-            raise ConfigError(f"{word}: expected one of {', '.join(known)}{perhaps}")
+            matches = get_close_matches(word.lower(), known, 1)
+            hint = f" (perhaps {matches[0]})" if matches else ""
+            raise ConfigError(f"{word}: expected one of {', '.join(known)}{hint}")
         commands = get_type_hints(known[word], include_extras=True).get("what")
 
 
 def _one_line(box: str) -> str:
-    """The first paragraph of what tyro says in a box, and the option it suggests."""
+    """The first paragraph of an error box of tyro, and the option it suggests, in one line."""
     lines = [line.strip("╭╮╰╯│|+ ") for line in box.splitlines()[1:]]  # the first is the box's title
     first = list(takewhile(_has_words, dropwhile(lambda line: not _has_words(line), lines)))
-    meant = next((line.split()[0] for line in lines if line.startswith("--") and _has_words(line)), "")
-    said = re.sub(r"^Error parsing [\w.-]*what\.\w+: ", "", " ".join(first).rstrip("."))
-    said = said.replace("Could not find valid parse for arguments:", "expected values separated by spaces, got")
-    return f"{said}{f' (perhaps {meant})' if meant and f'{meant}:' not in said else ''}; --help tells more"
+    option = next((line.split()[0] for line in lines if line.startswith("--") and _has_words(line)), "")
+    text = re.sub(r"^Error parsing [\w.-]*what\.\w+: ", "", " ".join(first).rstrip("."))
+    text = text.replace("Could not find valid parse for arguments:", "expected values separated by spaces, got")
+    return f"{text}{f' (perhaps {option})' if option and f'{option}:' not in text else ''}; --help tells more"
 
 
 def _has_words(line: str) -> bool:

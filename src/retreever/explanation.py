@@ -1,4 +1,4 @@
-"""How one query searched its tree, step by step: in words, as plain data, and as node states to draw.
+"""Explanation of the search of one query, step by step: as text, as plain data, and as node states to draw.
 
 Follows the paper's appendix "Example Retrieval". Nodes are numbered as in its pictures: the root, which is never
 stored, is node 0, and row r of the flat node tensor is node r + 1. Ranges are half-open pairs (start, stop).
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Selected:
-    """A node attended to, and what it stands for: leaf slots, and tokens counted in leaf order without padding."""
+    """A node attended to, with the leaf slots it covers and its tokens, counted in leaf order without padding."""
 
     node: int
     slots: Range
@@ -86,9 +86,9 @@ class Explanation:
         return sum(self.real[self.plan.leaf_offset + 1 :])
 
     def states(self, step: int) -> tuple[State, ...]:
-        """State of every node when step `step` begins, its node in hand; `len(steps)` is the end of the search.
+        """State of every node when step `step` begins; `len(steps)` is the end of the search.
 
-        "explored" nodes were or are looked into, "selected" ones are attended to, "open" ones may still be explored
+        "explored" nodes were or are being explored, "selected" ones are attended to, "open" ones may still be explored
         and "unexplored" ones never will be (padding never is).
         """
         if not 0 <= step <= len(self.steps):
@@ -115,7 +115,7 @@ class Explanation:
         return slots[token]
 
     def covering(self, slot: int) -> int:
-        """The selected node through which the query saw the token on leaf slot `slot`."""
+        """The selected node that covers the token on leaf slot `slot`."""
         for selected in self.selected:
             if selected.slots[0] <= slot < selected.slots[1]:
                 return selected.node
@@ -155,7 +155,7 @@ class Explanation:
 
 
 def explain(result: TreeCrossAttentionResult, row: int = 0, query: int = 0) -> Explanation:
-    """How query `query` of batch row `row` searched the tree."""
+    """The explanation of the search of query `query` of batch row `row`."""
     if not isinstance(result, TreeCrossAttentionResult):
         reject("result", "a TreeCrossAttentionResult", type(result).__name__)
     b, m = result.path.shape
@@ -223,5 +223,5 @@ def _joined(nodes: tuple[int, ...]) -> str:
     return ", ".join(map(str, nodes))
 
 
-def _listed(one: str, many: str, nodes: tuple[int, ...]) -> str:
-    return f"{one if len(nodes) == 1 else many} {_joined(nodes)}"
+def _listed(singular: str, plural: str, nodes: tuple[int, ...]) -> str:
+    return f"{singular if len(nodes) == 1 else plural} {_joined(nodes)}"

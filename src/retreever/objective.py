@@ -3,10 +3,10 @@
     L = L_TCA + lambda_RL * L_RL + lambda_CA * L_CA
     L_RL = -mean(log_prob * (R - baseline)) - alpha * mean(entropy per decision)
 
-Where detours are made, a fourth term imitates those that were worth it (detours.py).
+With detours, a fourth term imitates those with a good reward (detours.py).
 
-The paper writes L_RL as something to maximise yet adds it to a loss; here it is minimised. R is one number per query,
-flattened before it meets log_prob, and never differentiated.
+The paper writes L_RL as something to maximise yet adds it to a loss; here it is minimised. R is one number per query
+and never differentiated.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class ObjectiveConfig:
         lambda_rl: weight of the policy term.
         lambda_ca: weight of the loss read over all leaves.
         alpha: weight of the entropy bonus inside the policy term.
-        gate: "leaves" trains the search only as far as reading all leaves has come: its terms are weighed by
-            1 - L_CA / chance where predictions are classes (elsewhere by 1), and what detours teach by 1 - L_TCA /
-            chance besides; "open" always weighs them by 1.
+        gate: "leaves" weights the terms of the search by the progress of the loss over all leaves: 1 - L_CA / chance
+            where predictions are classes, 1 elsewhere, and the term of the detours also by 1 - L_TCA / chance; "open"
+            always weights them by 1.
         detours: share of the queries that make one decision at random while training (see detours.py); none are made
             where `lambda_rl` is 0.
     """
@@ -77,7 +77,7 @@ class ObjectiveConfig:
 
 
 class Loss(NamedTuple):
-    """The loss and its parts, scalars all; parts a model does not have are 0."""
+    """The loss and its parts, all scalars; parts a model does not have are 0."""
 
     total: Float[Tensor, ""]
     task: Float[Tensor, ""]
@@ -124,9 +124,9 @@ REWARD_FUNCTIONS: dict[Reward, RewardFunction] = {
 
 
 def masked_means(terms: Float[Tensor, "k b m"], mask: Bool[Tensor, "b m"] | None) -> Float[Tensor, " k"]:
-    """Means of k terms over real queries; what stands at the others is not read.
+    """Means of k terms over real queries; values at padding are ignored.
 
-    Summed in two steps: compilers turn short sums into quicker code, and one of them (triton 3.6) fails on long ones.
+    Summed in two steps: compilers generate faster code for short sums, and triton 3.6 fails on long ones.
     """
     if mask is None:
         return terms.mean(dim=2).mean(dim=1)
@@ -141,7 +141,7 @@ def masked_mean(values: PerQuery, mask: Bool[Tensor, "b m"] | None) -> Float[Ten
 def baseline_of(
     config: ObjectiveConfig, reward: PerQuery, full_reward: PerQuery, mask: Bool[Tensor, "b m"] | None
 ) -> Tensor:
-    """What is subtracted from the reward; broadcasts against it."""
+    """The baseline to subtract from the reward; broadcasts against it."""
     if config.baseline == "constant":
         return reward.new_tensor(config.constant)
     if config.baseline == "batch-mean":
@@ -154,18 +154,18 @@ def baseline_of(
 def policy_terms(
     log_prob: PerQuery, advantage: PerQuery, mask: Bool[Tensor, "b m"] | None = None
 ) -> Float[Tensor, "b m"]:
-    """REINFORCE of every query; `advantage` is reward minus baseline, one value per query as `log_prob` is."""
+    """REINFORCE loss of every query; `advantage` is reward minus baseline, of the shape of `log_prob`."""
     if advantage.shape != log_prob.shape:  # they would broadcast, and every reward would credit every path
         reject("advantage", f"the shape of log_prob {tuple(log_prob.shape)}", tuple(advantage.shape))
-    credit = without_padding(advantage.detach(), mask)  # a NaN there would turn the gradient 0 * NaN into NaN
+    credit = without_padding(advantage.detach(), mask)  # a NaN at padding would make the gradient 0 * NaN = NaN
     return -log_prob * credit
 
 
 def gate_of(leaves: Float[Tensor, "*shape"], chance: float) -> Float[Tensor, "*shape"]:
-    """How far reading all leaves has come from chance, 0 to 1; `leaves` is its loss, `chance` a blind guess's.
+    """Progress of reading all leaves, from 0 at chance to 1; `leaves` is its loss, `chance` that of a uniform guess.
 
-    A search cannot find what attention over everything cannot yet tell apart. Until then its gradients are noise that
-    drowns those of the leaves: they share all weights.
+    A search cannot find what attention over all tokens cannot yet tell apart. Until then its gradients are noise, and
+    larger than those of the leaves, which share all weights.
     """
     return (1 - leaves.detach() / chance).clamp(0, 1)
 
@@ -182,14 +182,14 @@ def three_term_loss(
     gate: Float[Tensor, ""] | float = 1.0,
     detours: Detours | None = None,
 ) -> Loss:
-    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weighs the terms of the search."""
+    """The loss of ReTreever from per-query parts; `entropy` is per decision, `gate` weights the terms of the search."""
     advantage = reward - baseline_of(config, reward, full_reward, mask)
     if detours is not None:
-        advantage = advantage.masked_fill(detours.taken, 0)  # the path is not the policy's own
+        advantage = advantage.masked_fill(detours.taken, 0)  # the policy did not choose this path
     terms = [task, leaves, policy_terms(log_prob, advantage, mask), entropy, reward.detach()]
     if detours is not None:
         credit = detours.weight * detour_credit(reward, full_reward)
-        credit = credit.masked_fill(~detours.taken, 0) / config.detours  # the mean over those that were sent
+        credit = credit.masked_fill(~detours.taken, 0) / config.detours  # the mean over queries with a detour
         terms.append(policy_terms(detours.log_prob, credit, mask))
     means = masked_means(torch.stack(terms), mask)
     policy = means[2] - config.alpha * means[3]

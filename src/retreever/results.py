@@ -1,4 +1,4 @@
-"""What the two attention modules give back: fixed structures, the same in training and in evaluation."""
+"""Results of the two attention modules, the same in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class CrossAttentionResult:
 
 @dataclass(frozen=True)
 class TreeCrossAttentionResult:
-    """Output of `TreeCrossAttention` and the search behind it; the same in training and in evaluation.
+    """Output of `TreeCrossAttention` and the search behind it.
 
-    `leaves` is the output read over all leaves with the same weights, where that was asked for.
+    `leaves` is the output read over all leaves with the same weights, None unless requested.
     """
 
     output: Float[Tensor, "b m d"]
@@ -56,7 +56,7 @@ class TreeCrossAttentionResult:
 
     @property
     def selected(self) -> Int[Tensor, "b m s"]:
-        """Rows of the tree's node tensor attended to, -1 where unused; `explain` tells what they stand for."""
+        """Rows of the tree's node tensor attended to, -1 where unused; see `explain` for the tokens they cover."""
         nodes = selected_nodes if self.retrieval == "policy" else leaf_nodes
         return nodes(self.plan, self.path, self.node_mask)
 
@@ -67,7 +67,7 @@ class TreeCrossAttentionResult:
 
     @property
     def nodes_scored(self) -> Int[Tensor, "b m"]:
-        """Real nodes the policy scored on its way, per query; none when all leaves are read."""
+        """Real nodes the policy scored, per query; 0 when all leaves are read."""
         if self.retrieval == "full":
             return torch.zeros_like(self.path)
         return nodes_scored(self.plan, self.path, self.node_mask)

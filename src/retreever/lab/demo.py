@@ -48,8 +48,9 @@ def copy_models(task: CopyTask) -> tuple[Model, ...]:
 
 
 def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> tuple[Table, list[Outcome]]:
-    """Train, test and draw; everything is left in `out` as PNG, JSON and Markdown."""
-    task, started = CopyTask(n), time.perf_counter()
+    """Train, test and draw; writes PNG, JSON and Markdown files to `out`."""
+    task = CopyTask(n)
+    started = time.perf_counter()
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise InputError(f"out: expected a new or empty folder, got {out} with files in it (--overwrite replaces them)")
     out.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
 
 
 def measure(name: str, model: Model, task: CopyTask, history: list[Record]) -> Outcome:
-    """Accuracy on the test sequences and time per query on a context prepared once."""
+    """Accuracy on the test sequences and time per query on a prepared context."""
     accuracy = evaluate(model, task, task.test())
     return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
 
@@ -89,7 +90,7 @@ def query_microseconds(model: Model, task: CopyTask, repeats: int = 50) -> float
 
 
 def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outcomes: list[Outcome], seed: int) -> None:
-    """Table, JSON, learning curves and the picture of one search."""
+    """Write table, JSON, learning curves and the picture of one search."""
     curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes}
     draw_curves(curves, out / "curves.png", title=f"Copy task, N = {task.n}: validation accuracy in % while training")
     batch = next(task.test(size=1))
@@ -97,7 +98,7 @@ def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outco
     with torch.inference_mode():
         found = tree.search(tree.encode(batch.xc, batch.yc), batch.xt)
     query = task.context // 3
-    answer = task.context - 1 - query  # target j stands at context position n/2 - 1 - j
+    answer = task.context - 1 - query  # target j is at context position n/2 - 1 - j
     path = explain(found, query=query)
     draw_retrieval(
         path, out / "retrieval.png", truth=answer, title=f"Copy task: query {query} looks for token {answer}"
@@ -115,7 +116,7 @@ def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outco
 
 
 def demo_table(task: CopyTask, outcomes: list[Outcome], seed: int, seconds: float) -> Table:
-    """What came out, one row per model."""
+    """Table of the results, one row per model."""
     rows = tuple(
         (
             o.name,

@@ -1,4 +1,4 @@
-"""Tables of results: one value that prints as Markdown, as JSON or in a terminal."""
+"""Tables of results, printed as Markdown, as JSON or in a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
-    """Mean ± standard deviation as the paper prints it; the mean alone where there is no deviation."""
+    """Mean ± standard deviation as the paper prints it; the mean alone where `std` is None."""
     return number(mean, digits) if mean is None or std is None else f"{number(mean, digits)} ± {number(std, digits)}"
 
 
@@ -55,7 +55,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__  # the dataclass is frozen; lists are welcome but kept as tuples
+        set_field = object.__setattr__  # the dataclass is frozen; lists become tuples
         set_field(self, "columns", tuple(self.columns))
         set_field(self, "rows", tuple(tuple(row) for row in self.rows))
         set_field(self, "notes", tuple(self.notes))
@@ -90,7 +90,7 @@ class Table:
         return {"title": self.title, "columns": list(self.columns), "rows": rows, "notes": list(self.notes)}
 
     def to_rich(self) -> RichTable:
-        """For a terminal: `rich.print(table.to_rich())`."""
+        """The table for a terminal: `rich.print(table.to_rich())`."""
         try:
             from rich.markup import escape
             from rich.table import Table as RichTable

@@ -1,1 +1,1 @@
-"""Models: compositions of embedding, encoder, read-out and head. All answer the same calls."""
+"""Models: compositions of embedding, encoder, read-out and head, all with the same methods."""

@@ -1,6 +1,6 @@
-"""What all models share: a context is encoded once and answered often.
+"""Base class of all models: a context is encoded once and queried often.
 
-Here is their border: what they are given is checked against their settings here, and not again below.
+Inputs are checked against the settings of the model here, and not again in the layers below.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Mask = Bool[Tensor, "b n"] | None
 
 
 class Model(nn.Module, ABC):
-    """A model with an embedding, a way to prepare contexts and read from them, and a head; subclasses say how."""
+    """A model with an embedding, a head, and `_encode` and `_answer`, which subclasses define."""
 
     config: ModelConfig
     embed: PointEmbed | SequenceEmbed
     head: AnyHead
-    memory: ClassVar[Any]  # the type of what `encode` makes
+    memory: ClassVar[Any]  # the type that `encode` returns
 
     def encode(self, xc: Contexts, yc: Values, mask: Mask = None) -> Any:
-        """Prepare context points (xc, yc) once; `answer` them as often as wanted. `mask` is True at real points."""
+        """Prepare context points (xc, yc) for any number of calls of `answer`. `mask` is True at real points."""
         check_context(self, xc, yc, mask)
         return self._encode(without_padding(xc, mask), without_padding(yc, mask), mask)
 
@@ -72,9 +72,9 @@ class Model(nn.Module, ABC):
 
 
 def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, checked: bool = False) -> None:
-    """Context points must have the widths, types and device the model was made for.
+    """Context points must have the widths, types and device of the model.
 
-    `checked` says that they are known to be points that fit together.
+    `checked` skips `check_points`, for points that have passed it.
     """
     config = model.config
     if not checked:
@@ -89,18 +89,18 @@ def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, che
 
 
 def check_queries(model: Model, xt: Tensor, b: int) -> None:
-    """Queries must have the width, type and device the model was made for, and a row per context."""
+    """Queries must have the width, type and device of the model, and a row per context."""
     check_tensor("xt", xt, "b m dx", b=b, dx=_coordinates(model.config))
     check_float("xt", xt)
     check_like_weights("xt", xt, model)
-    if not xt.is_cuda:  # reading values there would make every call wait for the device
+    if not xt.is_cuda:  # reading values on CUDA would make every call wait for the device
         check_finite("xt", xt)
 
 
 def take_batch(model: Model, batch: Batch) -> Batch:
     """The batch, checked against the model and with padding cleared.
 
-    Outputs not known are NaN in `yt`, which heads and rewards pass over.
+    Unknown outputs are NaN in `yt`, which heads and rewards ignore.
     """
     if not isinstance(batch, Batch):
         reject("batch", "a Batch", type(batch).__name__)
@@ -115,7 +115,7 @@ def take_batch(model: Model, batch: Batch) -> Batch:
         check_float("yt", batch.yt)
     truth = batch.truth
     if batch.output_mask is None and not values_readable(truth) and truth.dtype.is_floating_point:
-        truth = truth.masked_fill(truth.isnan(), torch.inf)  # it could not be checked: no NaN may pass for "not known"
+        truth = truth.masked_fill(truth.isnan(), torch.inf)  # could not be checked: NaN must not count as unknown
     context = {name: without_padding(getattr(batch, name), batch.context_mask) for name in ("xc", "yc")}
     return replace(batch, **context, xt=without_padding(batch.xt, batch.target_mask), yt=truth)
 
@@ -125,7 +125,7 @@ def _coordinates(config: ModelConfig) -> int:
 
 
 def _check_classes(argument: str, y: Tensor, shape: str, count: int, mask: Tensor | None) -> None:
-    """`y` must hold integers of that shape, from 0 to count - 1 wherever `mask` calls them real."""
+    """`y` must hold integers of that shape, from 0 to count - 1 wherever `mask` is True."""
     if y.dim() != 2:
         reject(argument, shape, tuple(y.shape))
     if y.dtype != torch.int64:

@@ -1,4 +1,4 @@
-"""What all models share: the settings of embedding, encoder and head, and how they are put together."""
+"""Settings common to all models, and the embedding, encoder and head made from them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ModelConfig:
         hidden: width of feed-forward layers and of the head.
         dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
         residual: form of the residual connections.
-        max_tokens: longest context of encoders that are tied to positions.
-        impl: which kernels the whole model runs; "auto" takes the fastest there are, "reference" none.
+        max_tokens: longest context of encoders that depend on positions.
+        impl: which kernels the whole model runs; "auto" takes the fastest available, "reference" none.
     """
 
     dim_x: int = 1
@@ -75,7 +75,7 @@ C = TypeVar("C", bound=ModelConfig)
 
 
 def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:
-    """The config given, or one made of keyword arguments; both at once is a contradiction."""
+    """`config`, or a config made of the keyword arguments `fields`; giving both raises `ConfigError`."""
     if config is not None and fields:
         raise ConfigError(f"config: expected either a config or keyword arguments, got both ({', '.join(fields)})")
     if config is not None:
@@ -111,7 +111,7 @@ def encoder(config: ModelConfig) -> nn.Module:
 
 
 def layer_residual(config: ModelConfig) -> Residual:
-    """Residuals of encoder layers and plain cross attention: only the paper code's tree attention doubles them."""
+    """Residuals of encoder layers and plain cross attention; "doubled" is for tree attention alone."""
     return "normalised" if config.residual == "doubled" else config.residual
 
 
@@ -128,5 +128,5 @@ def read_out(config: ModelConfig) -> dict[str, Any]:
 
 
 def head(config: ModelConfig) -> AnyHead:
-    """The head, behind the final norm that a pre-norm residual stream needs (the paper's code has none in use)."""
+    """The head, with a norm in front if residuals are pre-norm (the paper's code has none)."""
     return make_head(config.head, config.dim, config.hidden, config.out, norm=config.residual == "pre")

@@ -57,7 +57,7 @@ class PerceiverIO(Model):
         self.attention = CrossAttention(**read_out(c))
 
     def tokens(self, n: int) -> int:
-        """The latents, whatever the context."""
+        """The number of latents, whatever `n`."""
         return self.config.latents
 
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> KeyValues:

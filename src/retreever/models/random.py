@@ -15,7 +15,7 @@ from retreever.objective import Loss, masked_mean
 
 
 class RandomGuess(nn.Module):
-    """Draws a symbol per query from a fixed stream and is certain of it."""
+    """Predicts a symbol per query, drawn from a fixed stream."""
 
     def __init__(self, config: ModelConfig | None = None, seed: int = 0, **fields: Any) -> None:
         super().__init__()
@@ -39,5 +39,5 @@ class RandomGuess(nn.Module):
         return Loss.only_task(masked_mean(-dist.log_prob(batch.yt), batch.target_mask))
 
     def tokens(self, n: int) -> int:
-        """A guess reads nothing."""
+        """0: a guess reads no tokens."""
         return 0

@@ -1,4 +1,4 @@
-"""ReTreever: any encoder, Tree Cross Attention, a head (paper, section 3.4). Without encoder it is TCA alone."""
+"""ReTreever: an encoder, Tree Cross Attention and a head (paper, section 3.4). Without an encoder it is TCA alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ReTreeverConfig(ModelConfig):
             reject("objective", "an ObjectiveConfig", type(self.objective).__name__)
 
     def as_published(self) -> ReTreeverConfig:
-        """The `paper` preset: the choices of the paper's public code where this library's defaults differ.
+        """The config of the `paper` preset: as in the paper's public code where this library's defaults differ.
 
         Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, no gate,
         no detours, and no reward baseline except minus log of the number of classes for the cross-entropy reward.
@@ -88,23 +88,23 @@ class ReTreeverConfig(ModelConfig):
 
 
 class Draws(NamedTuple):
-    """What fixes the paths of a training step: noise for every decision, and single choices made for the policy."""
+    """Random draws that fix the paths of a training step: noise for every decision, and choices of detours."""
 
     noise: Float[Tensor, "b m depth"] | None = None
     choices: Int[Tensor, "b m depth"] | None = None
 
     def rows(self, which: slice) -> Draws:
-        """Those of some tasks of the batch."""
+        """The draws of some tasks of the batch."""
         return Draws(*(None if part is None else part[which] for part in self))
 
 
 class ReTreever(Model):
-    """Encoder, tree, search, head.
+    """ReTreever: encoder, tree, search, head.
 
     Args:
         config: all settings, or give them as keyword arguments.
         reward: a name, or any function (distribution, truth) -> (b, m); None takes that of the objective.
-        aggregator: a name, or your own module, as of `TreeCrossAttention`; None takes that of the settings.
+        aggregator: a name or a module, as for `TreeCrossAttention`; None takes that of the settings.
     """
 
     config: ReTreeverConfig
@@ -138,7 +138,7 @@ class ReTreever(Model):
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
 
     def leaf_order(self, xc: Contexts, mask: Mask = None) -> Int[Tensor, "b n"]:
-        """Which context point comes where on the leaves: token i in leaf order is point [row, i], real ones first."""
+        """Index of the context point of every token in leaf order, for each row; real points first."""
         c = self.config
         return leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
 
@@ -152,16 +152,17 @@ class ReTreever(Model):
         return self.attention(self.embed.query(xt), memory, noise)
 
     def tokens(self, n: int) -> int:
-        """One path and its siblings, or all leaves (the paper's convention)."""
+        """Nodes attended to per query: the rejected siblings of a path and one leaf block, or all leaves."""
         return n if self.config.retrieval == "full" else TreePlan(n, self.config.branch).tokens
 
     def draws_for(self, batch: Batch, generator: torch.Generator) -> Draws:
-        """What fixes the paths of `loss`, detours among them, for the whole batch."""
-        (b, m), device = batch.xt.shape[:2], batch.xt.device
+        """Draws that fix the paths of `loss`, detours included, for the whole batch."""
+        b, m = batch.xt.shape[:2]
+        device = batch.xt.device
         depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask is not None).depth
         noise = torch.rand(b, m, depth, generator=generator, device=generator.device).to(device)
         objective = self.config.objective
-        if not (objective.detours and objective.lambda_rl):  # a search that is not trained is not taught by detours
+        if not (objective.detours and objective.lambda_rl):  # detours only train the search
             return Draws(noise)
         return Draws(noise, draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device))
 
@@ -170,18 +171,20 @@ class ReTreever(Model):
 
         Args:
             batch: context points and targets.
-            draws: made by `draws_for`, fix the sampled paths, detours among them; without them paths are sampled afresh
-                and no detours are made.
-            mean: of a tensor over all processes that train together.
+            draws: made by `draws_for`, fix the sampled paths and detours; without them paths are sampled and no detours
+                are made.
+            mean: returns the mean of a tensor over all processes that train together.
         """
         batch = take_batch(self, batch)
         memory = self._encode(batch.xc, batch.yc, batch.context_mask)
-        query, draws = self.embed.query(batch.xt), draws or Draws()
+        query = self.embed.query(batch.xt)
+        draws = draws or Draws()
         found = self.attention(query, memory, *draws, leaves=True, check=False)
         both = self.head.net(torch.cat([found.output, found.leaves]))
         dist, full = (self.head.distribution(raw) for raw in both.chunk(2))
-        task, leaves, mask = self.head.loss(dist, batch.yt), self.head.loss(full, batch.yt), batch.target_mask
-        if not self.training:  # what is reported while evaluating is the task loss alone
+        task, leaves = self.head.loss(dist, batch.yt), self.head.loss(full, batch.yt)
+        mask = batch.target_mask
+        if not self.training:  # in evaluation the loss is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
         gate, weight = self._gates(task, leaves, mask, mean)
         return three_term_loss(
@@ -218,10 +221,10 @@ class ReTreever(Model):
     def _gates(
         self, task: PerQuery, leaves: PerQuery, mask: Tensor | None, mean: Mean | None
     ) -> tuple[Tensor | float, Tensor | float]:
-        """How much the search counts so far, the same in all processes, and how much a detour of each query does.
+        """Weight of the search in the loss, the same in all processes, and weight of a detour of each query.
 
-        A detour counts as far as its query can be read from all leaves and the search has come by itself: before that,
-        what a random turn reads is chance, and to imitate it makes all children alike.
+        A detour is weighted by the progress of its query over all leaves and by that of the search: at chance level,
+        imitating random decisions would make all children equally likely.
         """
         objective = self.config.objective
         if objective.gate == "open" or not objective.lambda_ca or self.config.head != "categorical":

@@ -1,4 +1,4 @@
-"""Models as plain data: the kind and its settings, enough to build a model that saved weights fit."""
+"""Models as plain data: the kind and its settings, from which a model for saved weights is built."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[type[Model], type[ModelConfig]]] = {
 
 
 def model_to_json(model: Model) -> dict[str, Any]:
-    """The kind and all settings of a model; `model_from_json` builds its like."""
+    """The kind and all settings of a model, for `model_from_json`."""
     kind = type(model).__name__
     if kind not in KINDS:
         raise ConfigError(f"model: expected one of {', '.join(KINDS)}, got {kind}")
@@ -29,7 +29,7 @@ def model_to_json(model: Model) -> dict[str, Any]:
 
 
 def model_from_json(saved: dict[str, Any]) -> Model:
-    """A freshly initialised model of that kind and with those settings."""
+    """A freshly initialised model of the kind and settings in `saved`."""
     kind = saved.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
         raise ConfigError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")

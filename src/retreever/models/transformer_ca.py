@@ -25,12 +25,12 @@ class TransformerCA(Model):
         self.attention = CrossAttention(**read_out(self.config))
 
     def tokens(self, n: int) -> int:
-        """All of them."""
+        """All `n` context tokens."""
         return n
 
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> KeyValues:
         tokens = self.embed.context(xc, yc)
-        if mask is not None:  # encoders tied to positions want the real tokens first
+        if mask is not None:  # encoders that depend on positions need the real tokens first
             order = permutation_of("given", xc, mask, 2, 0, 0)
             tokens, mask = in_order(tokens, order), in_order(mask, order)
         return self.attention.build(self.encoder(tokens, mask), mask, check=False)

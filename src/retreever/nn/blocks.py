@@ -1,4 +1,4 @@
-"""Attention, feed-forward and the residual block both cross attentions and all encoders are made of."""
+"""Feed-forward layers and the residual attention block that both cross attentions and all encoders use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTEXT_NORMS: tuple[ContextNorm, ...] = ("none", "shared", "own")
 class MLP(nn.Sequential):
     """`depth` linear layers with an activation between them, for coordinates, values and predictions.
 
-    Those need all their digits: under autocast it stays in full precision.
+    Runs in full precision under autocast, since coordinates and values need all their digits.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class FeedForward(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Norm, multi-head attention, residual, feed-forward. Attention itself may be done elsewhere.
+    """Norm, multi-head attention, residual, feed-forward. Callers may replace the attention.
 
-    `start` gives the query heads, `key_values` the keys and values of any tokens, `finish` turns attended values into
-    the block's output; `forward` does all three with attention over all tokens between.
+    `start` returns the query heads, `key_values` the keys and values of tokens, and `finish` turns attended values into
+    the output of the block; `forward` runs all three, with attention over all tokens in between.
 
     Args:
         dim: width of queries and output.
         heads: attention heads; divides `dim`.
         kdim: width of the context; None means `dim`.
         hidden: width of the feed-forward layer; 0 leaves it out.
-        residual: "pre" is x + f(LN x). "normalised" is LN x + f(LN x), the form of the paper's code, and "doubled" adds
-            the raw query once more, as its tree attention does. "none" has neither norm nor residual: bare
+        residual: "pre" is x + f(LN x). "normalised" is LN x + f(LN x), as in the paper's code; "doubled" also adds the
+            raw query, as in its tree attention. "none" has neither norm nor residual: bare
             multi-head attention.
         context_norm: normalise the context with a norm of its "own", the query's ("shared", for self-attention) or
             "none".
@@ -93,7 +93,10 @@ class AttentionBlock(nn.Module):
         super().__init__()
         _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout, impl)
         self.dim, self.kdim = dim, dim if kdim is None else kdim
-        self.heads, self.width, self.residual, self.dropout, self.impl = heads, dim // heads, residual, dropout, impl
+        self.heads, self.width = heads, dim // heads
+        self.residual: Residual = residual
+        self.dropout = dropout
+        self.impl: Impl = impl
         self.norm = nn.Identity() if residual == "none" else nn.LayerNorm(dim)
         self.context_norm = nn.LayerNorm(self.kdim) if context_norm == "own" else None
         self.shared_norm = context_norm == "shared"
@@ -152,7 +155,7 @@ class AttentionBlock(nn.Module):
         mask: Bool[Tensor, "b n"] | None = None,
         mixer: Float[Tensor, "2 r n"] | None = None,
     ) -> Float[Tensor, "b m d"]:
-        """The whole block, with attention from `query` to `context`, or to the mixtures of it that `mixer` makes."""
+        """The whole block, with attention from `query` to `context`, or to mixtures of its tokens by `mixer`."""
         normed, q = self.start(query)
         if self.shared_norm and query is context:
             keys, values = self._split_heads(normed)  # the same norm of the same tokens
@@ -180,7 +183,7 @@ def _mix(
 def self_attention_block(
     dim: int, heads: int, hidden: int, residual: Residual, dropout: float, impl: Impl = "auto"
 ) -> AttentionBlock:
-    """One transformer layer. With the paper code's residual, keys and values come from the raw input."""
+    """One transformer layer. Unless `residual` is "pre", keys and values come from the raw input."""
     return AttentionBlock(
         dim,
         heads,
@@ -193,14 +196,7 @@ def self_attention_block(
 
 
 def _check_block(
-    dim: int,
-    heads: int,
-    kdim: int | None,
-    hidden: int,
-    residual: str,
-    context_norm: str,
-    dropout: float,
-    impl: str,
+    dim: int, heads: int, kdim: int | None, hidden: int, residual: str, context_norm: str, dropout: float, impl: str
 ) -> None:
     check_int("dim", dim, 1)
     check_int("heads", heads, 1)

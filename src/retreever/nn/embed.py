@@ -1,4 +1,4 @@
-"""Embeddings: how context points and queries become tokens of width d. Each has `context(x, y)` and `query(x)`."""
+"""Embeddings of context points and queries as tokens of width d. Each has `context(x, y)` and `query(x)`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class PointEmbed(nn.Module):
         return self.of_context(torch.cat([x, y], dim=-1))
 
     def query(self, x: Float[Tensor, "b m dx"]) -> Float[Tensor, "b m d"]:
-        """Tokens of places to predict at."""
+        """Tokens of the places to predict at."""
         return self.of_query(x)
 
 
 class SequenceEmbed(nn.Module):
     """Symbols at positions: context is symbol and position, a query is a position alone (copy task).
 
-    A query's symbol part is the embedding of "nothing" (the zero vector), so all it says is where it stands.
+    The symbol part of a query is the embedding of the zero vector, so a query holds nothing but its position.
     """
 
     def __init__(self, vocabulary: int, dim: int, hidden: int, dropout: float = 0.0, depth: int = 4) -> None:
@@ -47,9 +47,9 @@ class SequenceEmbed(nn.Module):
 
     def context(self, x: Float[Tensor, "b n 1"], y: Int[Tensor, "b n"]) -> Float[Tensor, "b n d"]:
         """Tokens of symbols at positions."""
-        every = self.of_symbol(torch.eye(self.vocabulary, dtype=x.dtype, device=x.device))  # each symbol once
-        # Picked by a product: the gradient of a lookup has no order to add in on a GPU, and is slower there.
-        symbols = F.one_hot(y, self.vocabulary).to(every.dtype) @ every
+        table = self.of_symbol(torch.eye(self.vocabulary, dtype=x.dtype, device=x.device))  # each symbol once
+        # A product instead of a lookup: on a GPU the gradient of a lookup is slower and adds in no fixed order.
+        symbols = F.one_hot(y, self.vocabulary).to(table.dtype) @ table
         return self.mix_context(self.dropout(symbols + self.positions(x)))
 
     def query(self, x: Float[Tensor, "b m 1"]) -> Float[Tensor, "b m d"]:
@@ -61,8 +61,8 @@ class SequenceEmbed(nn.Module):
 class SinusoidalPositions(nn.Module):
     """Sines in even, cosines in odd dimensions, wavelengths from 2 pi to 10,000 * 2 pi; any position.
 
-    Frequencies are computed in the dtype of the positions, at least float32: kept ones would lose digits when the model
-    changes its dtype.
+    Frequencies are computed in each call, in the dtype of the positions, at least float32: a buffer would lose digits
+    when the model changes its dtype.
     """
 
     def __init__(self, dim: int, base: float = 10_000.0) -> None:
@@ -70,7 +70,7 @@ class SinusoidalPositions(nn.Module):
         self.dim, self.base = dim, base
 
     def forward(self, x: Float[Tensor, "b n 1"]) -> Float[Tensor, "b n d"]:
-        rows = x[:1] if x.stride(0) == 0 else x  # often the same positions in every row of the batch
+        rows = x[:1] if x.stride(0) == 0 else x  # the same positions in every row of the batch
         dtype = torch.promote_types(x.dtype, torch.float32)
         half = torch.arange(0, self.dim, 2, dtype=dtype, device=x.device)
         angle = rows.to(dtype) * torch.exp(half * (-math.log(self.base) / self.dim))

@@ -1,7 +1,7 @@
-"""Encoders (b, n, d) -> (b, n, d) in front of any read-out; ReTreever takes any of them (paper, section 3.4).
+"""Encoders (b, n, d) -> (b, n, d) of the context; ReTreever takes any of them (paper, section 3.4).
 
 All take a mask and give the same result for a context alone and for the same context padded inside a batch, provided
-real tokens come first: the models see to that. Linformer and ChordMixer are tied to positions, so feed leaf order.
+real tokens come first, as the models order them. Linformer and ChordMixer depend on positions: pass leaf order.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class LinformerEncoder(nn.Module):
 class ChordMixerEncoder(nn.Module):
     """Blocks of a token-wise MLP followed by a roll of each track by a power of two: O(n log n), no attention.
 
-    Rolls wrap at every sequence's own length. All blocks are applied whatever the length, so a padded batch gives what
-    its rows give alone.
+    Rolls wrap at every sequence's own length. All blocks are applied whatever the length, so rows of a padded batch
+    give the same result as alone.
     """
 
     def __init__(self, dim: int, hidden: int, dropout: float = 0.0, max_tokens: int = 512) -> None:

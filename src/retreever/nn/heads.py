@@ -29,7 +29,7 @@ class GaussianHead(nn.Module):
         return self.distribution(self.net(features))
 
     def distribution(self, raw: Float[Tensor, "b m two_dy"]) -> Distribution:
-        """From what `net` gives."""
+        """The distribution for an output of `net`."""
         mean, raw = raw.chunk(2, dim=-1)
         std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
         return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
@@ -40,7 +40,7 @@ class GaussianHead(nn.Module):
 
 
 class CategoricalHead(nn.Module):
-    """A class per query."""
+    """A distribution over classes per query."""
 
     def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CategoricalHead(nn.Module):
         return self.distribution(self.net(features))
 
     def distribution(self, logits: Float[Tensor, "b m classes"]) -> Categorical:
-        """From what `net` gives."""
+        """The distribution for an output of `net`."""
         return Categorical(logits=logits, validate_args=False)
 
     def loss(self, dist: Distribution, y: Int[Tensor, "b m"]) -> Float[Tensor, "b m"]:
@@ -69,7 +69,7 @@ class PointHead(nn.Module):
         return self.distribution(self.net(features))
 
     def distribution(self, mean: Float[Tensor, "b m dy"]) -> Distribution:
-        """From what `net` gives."""
+        """The distribution for an output of `net`."""
         return Independent(Normal(mean, torch.ones_like(mean), validate_args=False), 1, validate_args=False)
 
     def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
@@ -78,16 +78,16 @@ class PointHead(nn.Module):
 
 
 def log_likelihood(dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "b m"]:
-    """Of every query, summed over its outputs; those whose truth is NaN are not known and count 0."""
+    """Log-likelihood of every query, summed over its outputs; unknown outputs are NaN in `y` and count 0."""
     if not isinstance(dist, Independent):
         return dist.log_prob(y)
     known = ~y.isnan()
-    each = dist.base_dist.log_prob(y.masked_fill(~known, 0))
-    return each.masked_fill(~known, 0).sum(dim=-1)
+    per_output = dist.base_dist.log_prob(y.masked_fill(~known, 0))
+    return per_output.masked_fill(~known, 0).sum(dim=-1)
 
 
 def squared_error(dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
-    """Of the mean, for every query, summed over its outputs; those whose truth is NaN are not known and count 0."""
+    """Squared error of the mean per query, summed over its outputs; unknown outputs are NaN in `y` and count 0."""
     known = ~y.isnan()
     return (dist.mean - y.masked_fill(~known, 0)).masked_fill(~known, 0).square().sum(dim=-1)
 
@@ -107,6 +107,6 @@ def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = Fals
 
 
 def _predictor(dim: int, hidden: int, width: int, norm: bool) -> nn.Module:
-    """Two linear layers, behind a norm when the features come from a pre-norm residual stream."""
+    """Two linear layers; with `norm` a layer norm first, for features from a pre-norm residual stream."""
     layers = MLP(dim, hidden, width, 2)
     return nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers

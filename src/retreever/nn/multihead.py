@@ -1,4 +1,4 @@
-"""Taking over a trained `nn.MultiheadAttention`: the same projections under this library's names."""
+"""Conversion of a trained `nn.MultiheadAttention` into an `AttentionBlock`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def multihead_arguments(attention: nn.MultiheadAttention) -> dict[str, Any]:
 @torch.no_grad()
 def copy_multihead(attention: nn.MultiheadAttention, block: AttentionBlock) -> None:
     """Copy the projections of `attention` into `block`."""
-    dim, weights = attention.embed_dim, dict(attention.named_parameters())
+    dim = attention.embed_dim
+    weights = dict(attention.named_parameters())
     if "in_proj_weight" in weights:
         q, kv = weights["in_proj_weight"][:dim], weights["in_proj_weight"][dim:]
     else:  # kdim differs from embed_dim

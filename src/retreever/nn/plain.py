@@ -1,7 +1,7 @@
-"""Whether a layer is exactly the plain one, so that a kernel given its tensors computes what calling it would.
+"""Whether a layer is exactly the plain one, so that a kernel given its tensors computes the same as calling the layer.
 
-Subclasses, wrappers, adapters, hooks, parametrizations and quantised, sharded or compiled layers are not: for them the
-layer itself is called.
+Subclasses, wrappers, adapters, and layers with hooks or parametrizations, quantised, sharded or compiled, are not
+plain: these are called as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_plain(module: nn.Module | None, kind: type[nn.Module]) -> bool:
 
 
 def plain_layer(block: nn.Module) -> LayerWeights | None:
-    """The weights of a transformer layer whose parts are all plain; None otherwise, and where it draws dropout."""
+    """The weights of a transformer layer whose parts are all plain; None otherwise, and where dropout is active."""
     if not is_plain(block, AttentionBlock):
         return None
     assert isinstance(block, AttentionBlock)

@@ -1,11 +1,11 @@
-"""Human Activity (paper, section 4.2.3): which activity a person is at, at each of 50 moments of a recording.
+"""Human Activity (paper, section 4.2.3): the activity of a person at each of 50 time points of a recording.
 
-The context are the 50 time points of a window: of four body tags' coordinates (12 channels) those seen at the time,
-zeros elsewhere, and a mask that tells them apart. The queries are the same 50 time stamps, the answers one of eleven
-classes of which labels use seven (see `activity_file`). Values are not normalised; times start at 0.
+The context is the 50 time points of a window: the coordinates of four body tags (12 channels), zeros where not seen,
+and a mask of the channels seen. The queries are the same 50 times, the answers one of eleven classes, of which labels
+use seven (see `activity_file`). Values are not normalised; times start at 0.
 
-The paper's split shuffles windows that overlap by half, so that neighbours of test windows are trained on: its
-accuracies are those of a leaking split. The split "recording" shares no recording (people it does share).
+The paper's split shuffles windows that overlap by half, so that training windows overlap test windows: its accuracies
+are those of a leaking split. In the split "recording" no recording is in two parts, though people are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WINDOW, STRIDE = 50, 25
 
 
 class Windows(NamedTuple):
-    """Windows of all recordings; `recording` numbers the one each was cut from."""
+    """Windows of all recordings; `recording` is the number of the recording of each window."""
 
     time: Int64[np.ndarray, "w 50"]
     values: Float32[np.ndarray, "w 50 24"]
@@ -46,7 +46,7 @@ class Windows(NamedTuple):
 
 
 class Indices(NamedTuple):
-    """Which windows, or recordings, each part has."""
+    """Indices of the windows, or recordings, of each part."""
 
     train: Int64[np.ndarray, " a"]
     validation: Int64[np.ndarray, " b"]
@@ -76,7 +76,7 @@ class ActivityTask:
         return {name: len(self._part(name).xc) for name in ("train", "validation", "test")}
 
     def training(self, seed: int) -> torch.Generator:
-        """The stream that chooses training windows for `seed`."""
+        """The generator that chooses training windows for `seed`."""
         return stream(f"activity-{self.split}", "train", seed)
 
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
@@ -92,11 +92,11 @@ class ActivityTask:
         return Sizes(WINDOW, WINDOW, Room(WINDOW, WINDOW))
 
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Tensor, room: Room) -> Batch:
-        """As `sample`, on the generator's device."""
+        """Same as `sample`, on the generator's device."""
         return self.sample(size, generator, generator.device)
 
     def validation(self, size: int = 0, device: torch.device | str = "cpu") -> Iterator[Batch]:
-        """The validation part, `size` windows at a time; 0 gives all at once, so that every time point counts alike."""
+        """The validation part, `size` windows at a time; 0 gives all at once, so that time points count equally."""
         return self._fixed("validation", size, device)
 
     def test(self, size: int = 0, device: torch.device | str = "cpu") -> Iterator[Batch]:
@@ -116,14 +116,14 @@ class ActivityTask:
 
     @cached_property
     def _parts(self) -> dict[str, dict[Part, Batch]]:
-        """By device; what was read stays with the task, whatever becomes of the file."""
+        """Parts by device; kept in memory, so later changes of the file have no effect."""
         return {"cpu": _load(find_file(self.path), self.split)}
 
     def _part(self, name: Part, device: torch.device | str = "cpu") -> Batch:
-        there = self._parts.setdefault(str(device), {})
-        if name not in there:
-            there[name] = self._parts["cpu"][name].to(device)
-        return there[name]
+        parts = self._parts.setdefault(str(device), {})
+        if name not in parts:
+            parts[name] = self._parts["cpu"][name].to(device)
+        return parts[name]
 
     def _fixed(self, name: Part, size: int, device: torch.device | str) -> Iterator[Batch]:
         check_int("size", size, 0)
@@ -145,7 +145,7 @@ def windows_of(recordings: list[Recording]) -> Windows:
     at = np.concatenate([recording.time for recording in recordings])
     values = np.concatenate([np.hstack([recording.values, recording.mask]) for recording in recordings])
     classes = np.concatenate([recording.labels.argmax(axis=1) for recording in recordings])
-    order = at[points].argsort(axis=1, kind="stable")  # now and then a clock steps back by some milliseconds
+    order = at[points].argsort(axis=1, kind="stable")  # clocks sometimes step back by some milliseconds
     points = np.take_along_axis(points, order, axis=1)
     return Windows(at[points] - at[points[:, :1]], values[points], classes[points], number)
 
@@ -158,14 +158,14 @@ def shuffled_indices(n: int) -> Indices:
 
 
 def recording_indices(recording: Int64[np.ndarray, " w"]) -> Indices:
-    """Parts that share no recording: the recordings are dealt out as the paper deals out windows."""
+    """Parts that share no recording: recordings are split as the paper splits windows."""
     present = np.unique(recording)
-    dealt = shuffled_indices(len(present))
-    return Indices(*(np.flatnonzero(np.isin(recording, present[part])) for part in dealt))
+    parts = shuffled_indices(len(present))
+    return Indices(*(np.flatnonzero(np.isin(recording, present[part])) for part in parts))
 
 
 def _fifth(items: Int64[np.ndarray, " n"], seed: int) -> tuple[Int64[np.ndarray, " a"], Int64[np.ndarray, " b"]]:
-    """Four fifths and, rounded up, one fifth, as scikit-learn's `train_test_split` shuffles."""
+    """Four fifths and one fifth (rounded up) of `items`, shuffled as scikit-learn's `train_test_split` does."""
     shuffled = items[np.random.RandomState(seed).permutation(len(items))]
     fifth = -(-len(items) // 5)
     return shuffled[fifth:], shuffled[:fifth]
@@ -173,7 +173,7 @@ def _fifth(items: Int64[np.ndarray, " n"], seed: int) -> tuple[Int64[np.ndarray,
 
 @lru_cache(maxsize=2)
 def _windows(file: Path, state: tuple[int, int]) -> Windows:
-    """Tasks share what was read for as long as the file's time and size (`state`) stay the same."""
+    """Windows of the file, cached as long as its time and size (`state`) stay the same."""
     return windows_of(recordings_of(read_rows(file)))
 
 
@@ -190,7 +190,7 @@ def _load(file: Path, split: Split) -> dict[Part, Batch]:
 
 
 def _batch(windows: Windows, chosen: Int64[np.ndarray, " k"]) -> Batch:
-    """One part. As in the public code, its times are divided by the largest of the part itself."""
+    """The windows `chosen`. As in the public code, times are divided by the largest time of the part."""
     time = windows.time[chosen]
     at = torch.from_numpy((time / max(1, time.max())).astype(np.float32))[..., None]
     return Batch(at, torch.from_numpy(windows.values[chosen]), at, torch.from_numpy(windows.classes[chosen]))

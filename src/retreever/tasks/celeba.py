@@ -1,8 +1,8 @@
 """Image completion on CelebA (paper, section 4.2.2), from the official aligned JPEGs and partition.
 
-Decoded once into a memory-mapped file of bytes under the cache root. The official validation part is held out to steer
-training by. The paper trains on it too, which `train_on="train+validation"` does: validation images are then images
-trained on, and no choice (of a checkpoint, say) should rest on them. Test images are never trained on.
+Images are decoded once into a memory-mapped file of bytes under the cache root. The official validation part is kept
+for validation. The paper trains on it, too; with `train_on="train+validation"` so does this task, and then validation
+scores must not be used for any choice (of a checkpoint, say). Test images are never trained on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CelebATask(ImageTask):
 
     @cached_property
     def partition(self) -> Partition:
-        """Which images each part has."""
+        """Names of all images, and where each part ends."""
         return read_partition(find_celeba(self.path).partition)
 
     @cached_property
@@ -87,7 +87,7 @@ class CelebATask(ImageTask):
 
 
 def load_celeba(source: Source, partition: Partition, size: int, cache: str | Path | None = None) -> Pixels:
-    """The images, memory-mapped from the cache; decoded in memory where nothing can be written."""
+    """The images, memory-mapped from the cache; decoded in memory where the cache cannot be written."""
     settings = {"size": size, "source": fingerprint(source, partition.names), "version": 1}
     file = cached_file(f"celeba-{size}.npy", settings, lambda: _npy(source, partition, size), cache)
     if file is None:

@@ -1,8 +1,8 @@
 """Copy task (paper, section 4.1): given the first half of a palindrome, predict the second half.
 
 The sequence of length N = 2^k is BOS, digits, their mirror image, EOS. The context is the first half, BOS and N/2 - 1
-digits; target j (0-based) is the digit at context position N/2 - 1 - j, and EOS at the very end. A query says only
-where it stands, so a correct answer must be retrieved from one particular context token.
+digits; target j (0-based) is the digit at context position N/2 - 1 - j, and EOS at the very end. A query holds
+only its position, so a correct answer must be retrieved from one particular context token.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class CopyTask:
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
         """`size` fresh sequences."""
         check_int("size", size, 1)
-        half, at = self.context, generator.device
-        digits = torch.randint(FIRST_DIGIT, VOCABULARY, (size, half - 1), generator=generator, device=at).to(device)
+        half = self.context
+        shape, drawn_on = (size, half - 1), generator.device
+        digits = torch.randint(FIRST_DIGIT, VOCABULARY, shape, generator=generator, device=drawn_on).to(device)
         bos, eos = digits.new_full((size, 1), BOS), digits.new_full((size, 1), EOS)
         positions = torch.arange(half, dtype=torch.float32, device=device)[None, :, None].expand(size, half, 1)
         return Batch(
@@ -59,17 +60,17 @@ class CopyTask:
         return Sizes(self.context, self.context, Room(self.context, self.context))
 
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Tensor, room: Room) -> Batch:
-        """As `sample`, on the generator's device."""
+        """Same as `sample`, on the generator's device."""
         return self.sample(size, generator, generator.device)
 
     def training(self, seed: int) -> torch.Generator:
-        """The stream training sequences of `seed` come from."""
+        """The generator of the training sequences of `seed`."""
         return stream(self._name, "train", seed)
 
     def validation(
         self, sequences: int = 320, size: int = FIXED_BATCH, device: torch.device | str = "cpu"
     ) -> Iterator[Batch]:
-        """Fixed sequences to steer training by; never trained on, never tested on."""
+        """Fixed sequences for validation; never trained on, never tested on."""
         return self._fixed(stream(self._name, "validation", 0), sequences, size, device)
 
     def test(self, size: int = FIXED_BATCH, device: torch.device | str = "cpu") -> Iterator[Batch]:

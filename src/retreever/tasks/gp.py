@@ -1,4 +1,4 @@
-"""GP regression (paper, section 4.2.1): functions drawn from a Gaussian process, some points given, others predicted.
+"""GP regression (paper, section 4.2.1): predict values of functions drawn from a Gaussian process from given points.
 
 Per batch the context has N ~ U{3..46} points and the target M ~ U{3..49-N}; length-scale and output scale are drawn per
 function. The paper prints length-scales from U[0.6, 1.0); the code behind its numbers, and behind those of all methods
@@ -20,17 +20,7 @@ from torch.distributions import Distribution, Independent, Normal
 
 from retreever.arguments import check_choice, check_int
 from retreever.batch import Batch
-from retreever.tasks.padding import (
-    LAWS,
-    Law,
-    Room,
-    Sizes,
-    balanced_sizes,
-    context_sizes,
-    divide,
-    draw_sizes,
-    rooms_for,
-)
+from retreever.tasks.padding import LAWS, Law, Room, Sizes, balanced_sizes, context_sizes, divide, draw_sizes, rooms_for
 from retreever.tasks.seeds import stream
 
 Kernel = Literal["rbf", "matern", "periodic"]
@@ -44,7 +34,7 @@ FUNCTIONS = 16  # in a batch of a fixed set
 
 
 class Hyperparameters(NamedTuple):
-    """What a batch of functions was drawn with, one of each per function (b, 1, 1)."""
+    """Hyperparameters of a batch of functions, one of each per function."""
 
     length: Float[Tensor, "b 1 1"]
     scale: Float[Tensor, "b 1 1"]
@@ -92,7 +82,7 @@ class GPTask:
         device: torch.device | str = "cpu",
         sizes: tuple[int, int] | None = None,
     ) -> tuple[Batch, Hyperparameters]:
-        """Fresh functions, all of one size, and what they were drawn with. Points are sorted, as the tree wants them.
+        """Fresh functions, all of one size, and their hyperparameters. Points are sorted, in leaf order.
 
         `sizes` are the numbers of context and target points; None draws them.
         """
@@ -111,11 +101,12 @@ class GPTask:
         return draw_sizes(MOST_POINTS, ROOMS, generator) if self.sizes == "batch" else Sizes(*EACH, EACH)
 
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
-        """As `sample`, on the generator's device, padded to `room` and masked."""
-        each = self.sizes == "each"
+        """Same as `sample`, on the generator's device, padded to `room` and masked."""
+        per_task = self.sizes == "each"
         hyper = self._hyperparameters(size, generator)
-        n, m = context_sizes(MOST_POINTS, size, generator) if each else sizes[0], sizes[1]
-        points = sum(room) if each else min(MOST_POINTS - 1, sum(room))
+        n = context_sizes(MOST_POINTS, size, generator) if per_task else sizes[0]
+        m = sizes[1]
+        points = sum(room) if per_task else min(MOST_POINTS - 1, sum(room))
         x = 4 * torch.rand(size, points, 1, **_where(generator)) - 2
         slot = torch.arange(points, device=x.device)
         part = 8 * ((slot >= n).double() + (slot >= n + m))[..., None]  # context, target, neither
@@ -130,7 +121,7 @@ class GPTask:
 
     def _values(self, x: Tensor, hyper: Hyperparameters, generator: torch.Generator) -> Tensor:
         """Noisy function values at `x`."""
-        root, _ = torch.linalg.cholesky_ex(with_noise(self.covariance(x, x, hyper)))  # checking would wait for a GPU
+        root, _ = torch.linalg.cholesky_ex(with_noise(self.covariance(x, x, hyper)))  # a check would wait for the GPU
         return root @ torch.randn(x.shape, **_where(generator))
 
     def covariance(
@@ -146,7 +137,7 @@ class GPTask:
         return hyper.scale**2 * (-0.5 * (gap / hyper.length).square()).exp()
 
     def posterior(self, batch: Batch, hyper: Hyperparameters) -> Distribution:
-        """The exact predictive distribution at the targets, knowing the true hyperparameters: the ceiling."""
+        """The exact predictive distribution at the targets given the true hyperparameters: the best possible."""
         xc, yc, xt = batch.xc.double(), batch.yc.double(), batch.xt.double()
         root = torch.linalg.cholesky(with_noise(self.covariance(xc, xc, hyper)))
         cross = torch.linalg.solve_triangular(root, self.covariance(xc, xt, hyper), upper=False)  # (b, n, m)
@@ -155,11 +146,11 @@ class GPTask:
         return Independent(Normal(mean, variance.clamp_min(NOISE**2).sqrt()[..., None], validate_args=False), 1)
 
     def training(self, seed: int) -> torch.Generator:
-        """The stream training functions of `seed` come from."""
+        """The generator of the training functions of `seed`."""
         return stream(self._name, "train", seed)
 
     def validation(self, batches: int = 100) -> Iterator[Batch]:
-        """Fixed functions to steer training by; never trained on, never tested on."""
+        """Fixed functions for validation; never trained on, never tested on."""
         return (batch for batch, _ in self._fixed("validation", batches))
 
     def test(self) -> Iterator[Batch]:
@@ -190,7 +181,7 @@ class GPTask:
 
 @lru_cache(maxsize=16)
 def _fixed_set(task: GPTask, purpose: Literal["validation", "test"], batches: int) -> tuple[Drawn, ...]:
-    """The first batches of a purpose, shared by tasks of the same settings; the 3,000 of a test set take seconds."""
+    """The first `batches` of a fixed set, cached for tasks of the same settings: 3,000 batches take seconds to draw."""
     generator = stream(task._name, purpose, 0)
     sizes = balanced_sizes(MOST_POINTS, generator)
     return tuple(task.draw(FUNCTIONS, generator, sizes=next(sizes)) for _ in range(batches))
@@ -201,5 +192,5 @@ def _where(generator: torch.Generator) -> dict[str, Any]:
 
 
 def with_noise(covariance: Float[Tensor, "b n n"]) -> Float[Tensor, "b n n"]:
-    """Observations are noisy, everywhere."""
+    """The covariance of noisy observations."""
     return covariance + NOISE**2 * torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)

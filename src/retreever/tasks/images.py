@@ -1,7 +1,7 @@
-"""Image completion (paper, section 4.2.2): some pixels of an image given, others predicted.
+"""Image completion (paper, section 4.2.2): predict pixels of an image from given ones.
 
-Per batch the context has N ~ U{3..196} pixels and the target M ~ U{3..199-N}, drawn without replacement and for every
-image anew. A pixel's place is (row, column), each from -1 to 1; its value is that of its channels, from -0.5 to 0.5.
+Per batch the context has N ~ U{3..196} pixels and the target M ~ U{3..199-N}, drawn without replacement for every
+image. A pixel's place is (row, column), each from -1 to 1; its value is that of its channels, from -0.5 to 0.5.
 """
 
 from __future__ import annotations
@@ -22,17 +22,7 @@ from retreever.arguments import check_choice, check_int, reject
 from retreever.batch import Batch
 from retreever.data.idx import find_idx, read_labelled
 from retreever.errors import BackendError, DataError
-from retreever.tasks.padding import (
-    LAWS,
-    Law,
-    Room,
-    Sizes,
-    balanced_sizes,
-    context_sizes,
-    divide,
-    draw_sizes,
-    rooms_for,
-)
+from retreever.tasks.padding import LAWS, Law, Room, Sizes, balanced_sizes, context_sizes, divide, draw_sizes, rooms_for
 from retreever.tasks.seeds import stream
 
 MOST_PIXELS = 200
@@ -84,23 +74,23 @@ class ImageTask(ABC):
         return draw_sizes(MOST_PIXELS, ROOMS, generator) if self.sizes == "batch" else Sizes(*EACH, EACH)
 
     def sample_padded(self, size: int, generator: torch.Generator, sizes: Int64[Tensor, " 2"], room: Room) -> Batch:
-        """As `sample`, on the generator's device, padded to `room` and masked."""
+        """Same as `sample`, on the generator's device, padded to `room` and masked."""
         images = self._trained_on(generator.device)
         if images.device.type != generator.device.type:
             raise BackendError(f"{self.name}: the images do not fit on {generator.device}; train with --no-graph")
         rows = torch.randint(len(images), (size,), generator=generator, device=generator.device)
         noise = torch.rand(size, images.shape[1] * images.shape[2], generator=generator, device=generator.device)
-        each = self.sizes == "each"
-        n = context_sizes(MOST_PIXELS, size, generator) if each else sizes[0]
-        pixels = noise.argsort(dim=1, stable=True)[:, : sum(room) if each else min(MOST_PIXELS - 1, sum(room))]
+        per_task = self.sizes == "each"
+        n = context_sizes(MOST_PIXELS, size, generator) if per_task else sizes[0]
+        pixels = noise.argsort(dim=1, stable=True)[:, : sum(room) if per_task else min(MOST_PIXELS - 1, sum(room))]
         return divide(places(pixels, *images.shape[1:3]), values(images[rows], pixels), n, sizes[1], room)
 
     def training(self, seed: int) -> torch.Generator:
-        """The stream training batches of `seed` come from."""
+        """The generator of the training batches of `seed`."""
         return stream(self.name, "train", seed)
 
     def validation(self) -> Iterator[Batch]:
-        """Fixed tasks to steer training by; their images are never trained on, never tested on."""
+        """Fixed tasks for validation; their images are never trained on, never tested on."""
         return _fixed(self.split[1], stream(self.name, "validation", 0))
 
     def test(self) -> Iterator[Batch]:
@@ -127,7 +117,7 @@ class ImageTask(ABC):
         return images[order[kept:].sort().values], images[order[:kept].sort().values]
 
     def _trained_on(self, device: torch.device) -> Images:
-        """As bytes on that device, copied there once; where they do not fit they stay where they are."""
+        """Training images as bytes on that device, copied once; where they do not fit, on their own device."""
         if device.type not in self._copies:
             images = self.split[0]
             self._copies[device.type] = images.to(device) if _fits(images, device) else images
@@ -213,7 +203,7 @@ def values(images: UInt8[Tensor, "b h w c"], pixels: Int64[Tensor, "b p"]) -> Fl
 
 
 def _fits(images: Images, device: torch.device) -> bool:
-    """Whether a device can hold them and still has half of its free memory for the work."""
+    """Whether the images take at most half of the free memory of a device."""
     return device.type != "cuda" or images.nbytes <= torch.cuda.mem_get_info(device)[0] // 2
 
 

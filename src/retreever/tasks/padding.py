@@ -1,10 +1,10 @@
-"""Batches of random sizes in a few fixed shapes, drawn on the device without waiting for it: what CUDA graphs can hold.
+"""Batches of random sizes in a few fixed shapes, drawn on the device without synchronisation, as CUDA graphs need it.
 
 In the paper one context size N ~ U{3..most-4} and one target size M ~ U{3..most-1-N} hold for a whole batch (`Law`
-"batch"). They are drawn on the host, which then knows the smallest room they fit into; points are drawn on the device.
+"batch"). They are drawn on the host, which picks the smallest room they fit into; points are drawn on the device.
 
-A batch of one size says nothing about the others, so steps pull to and fro. For training each task of a batch can get
-a context size of its own, of the same law, drawn on the device, and as many targets as its neighbours (`Law` "each").
+Gradients of a batch of one size have a high variance. So for training each task of a batch can get its own context
+size, of the same law, drawn on the device, and as many targets as the other tasks (`Law` "each").
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Room(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Points of a batch, and the room they go into."""
+    """Numbers of context and target points of a batch, and the room for them."""
 
     n: int
     m: int
@@ -40,7 +40,7 @@ class Sizes(NamedTuple):
 
 
 def rooms_for(most: int, contexts: Sequence[int], parts: int = 1) -> tuple[Room, ...]:
-    """Rooms for contexts up to each of `contexts`; targets, fewer where contexts are many, in `parts` steps."""
+    """Rooms for contexts of up to each of `contexts` points, with `parts` sizes of targets each."""
     rooms = []
     fewest = FEWEST
     for context in contexts:
@@ -59,10 +59,10 @@ def draw_sizes(most: int, rooms: Sequence[Room], generator: torch.Generator) -> 
 
 
 def balanced_sizes(most: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:
-    """Sizes of the same law without end, spread evenly by a Sobol sequence scrambled with the generator's seed.
+    """Endless sizes of the same law, evenly spread by a Sobol sequence scrambled with the generator's seed.
 
-    For fixed sets: most of what tells batches apart is their sizes, so the score of a set that has its share of all of
-    them is several times closer to that of endless many batches than if they were drawn one by one.
+    For fixed sets: batches differ mostly by their sizes, so with evenly spread sizes the score of a set is several
+    times closer to its expectation than with sizes drawn independently.
     """
     engine = torch.quasirandom.SobolEngine(2, scramble=True, seed=generator.initial_seed() % 2**31)  # type: ignore[no-untyped-call]
     while True:
@@ -83,11 +83,11 @@ def divide(
     m: Int64[Tensor, ""],
     room: Room,
 ) -> Batch:
-    """The first n points (one number, or one per row) as context and the next m, so far as there are, as target."""
+    """A batch with the first n points (one number, or one per row) as context and up to m following ones as target."""
     b, points = x.shape[:2]
     context, target = torch.arange(room.context, device=x.device), torch.arange(room.target, device=x.device)
-    there = (n + target).expand(b, -1)
-    masks = (context < n).expand(b, -1), (target < m) & (there < points)
-    index = there.clamp_max(points - 1)[..., None]
+    target_index = (n + target).expand(b, -1)
+    masks = (context < n).expand(b, -1), (target < m) & (target_index < points)
+    index = target_index.clamp_max(points - 1)[..., None]
     xt, yt = (values.gather(1, index.expand(-1, -1, values.shape[2])) for values in (x, y))
     return Batch(x[:, : room.context], y[:, : room.context], xt, yt, *masks)

@@ -1,4 +1,4 @@
-"""Random streams that can never coincide: every purpose of every task has its own, whatever seed the user picks."""
+"""Random generators that never coincide: every (task, purpose, seed) has its own."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def stream(task: str, purpose: Purpose, seed: int) -> torch.Generator:
 
 
 def integer(low: int, stop: int, generator: torch.Generator) -> int:
-    """Uniform from low to stop - 1."""
+    """A uniform integer from low to stop - 1."""
     return int(torch.randint(low, stop, (), generator=generator, device=generator.device))

@@ -1,8 +1,8 @@
 """Aggregators: how a node summarises its children (paper, equation h_v = Agg({h_u : u in C_v})).
 
-Called with all siblings of a level at once: children (g, k, d) and mask (g, k), True where a child is real, or None
-when all are. Returns (g, d), one summary per parent; a parent without real children gets exactly 0. Any module of this
-form will do.
+An aggregator is called with the children of all g parents of a level at once: children (g, k, d) and mask (g, k), True
+where a child is real, or None when all are. It returns (g, d), one summary per parent; a parent without real children
+gets exactly 0. Any module with this signature can be used.
 """
 
 from __future__ import annotations
@@ -38,20 +38,14 @@ class TransformerAggregator(nn.Module):
     """One transformer layer among the children, then their mean: the paper's aggregator, one for all levels."""
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        hidden: int,
-        residual: Residual = "pre",
-        dropout: float = 0.0,
-        impl: Impl = "auto",
+        self, dim: int, heads: int, hidden: int, residual: Residual = "pre", dropout: float = 0.0, impl: Impl = "auto"
     ) -> None:
         super().__init__()
         self.layer = self_attention_block(dim, heads, hidden, residual, dropout, impl)
         self.mean = MeanAggregator()
 
     def forward(self, children: Children, mask: ChildMask = None) -> Float[Tensor, "g d"]:
-        # Padding alone would have a softmax over nothing: let it attend to itself, then drop the result.
+        # Without real children the softmax would be over nothing: let padding attend to itself, then drop the result.
         visible = None if mask is None else mask | ~mask.any(dim=1, keepdim=True)
         return self.mean(self.layer(children, children, visible), mask)
 
@@ -75,7 +69,7 @@ def make_aggregator(
 
 
 def plain_weights(aggregator: nn.Module) -> LayerWeights | None:
-    """What a kernel needs to stand for `aggregator`; None unless that is exactly the plain one and draws no dropout."""
+    """Weights for the kernel that replaces `aggregator`; None unless it is exactly the plain one, without dropout."""
     if not is_plain(aggregator, TransformerAggregator):
         return None
     assert isinstance(aggregator, TransformerAggregator)

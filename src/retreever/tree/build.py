@@ -21,14 +21,14 @@ _PLANS: dict[tuple[int, int, bool], TreePlan] = {}
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree is a value: the nodes of all levels in one flat tensor, and the keys and values made from them.
+    """The nodes of all levels in one flat tensor, and their keys and values.
 
     Attributes:
         plan: the shape.
         nodes: embeddings, level after level, the leaves last.
         mask: True where a node covers at least one real token; None when every node does.
-        keys: projected keys of all nodes, made once.
-        values: projected values of all nodes, made once.
+        keys: projected keys of all nodes.
+        values: projected values of all nodes.
     """
 
     plan: TreePlan
@@ -39,7 +39,7 @@ class Tree:
 
 
 def plan_for(n: int, branch: int, ragged: bool) -> TreePlan:
-    """The plan `build_nodes` uses: a ragged batch has whole blocks, so that any shorter context fits its own tree."""
+    """The plan `build_nodes` uses. In a ragged batch leaf blocks have `branch` slots, so that shorter contexts fit."""
     if torch.compiler.is_compiling():
         return TreePlan(n, branch, block=min(n, branch) if ragged else 0)
     found = _PLANS.get((n, branch, ragged))
@@ -64,10 +64,9 @@ def build_nodes(
         context: the tokens.
         aggregator: called as aggregator(children (g, k, d), mask (g, k) or None) -> (g, d), once per level.
         branch: children per node.
-        mask: True where a token is real. The tree is that of the real tokens alone; what stands in the others is
-            never read.
+        mask: True where a token is real. The tree is that of the real tokens alone; the others are never read.
         detach: cut the gradient between levels, as the paper's code does.
-        impl: backend of the transformer aggregator, where a kernel can stand for it.
+        impl: backend of the transformer aggregator, where a kernel can replace it.
 
     Returns:
         The plan, the nodes and the node mask (None when all nodes are real).
@@ -102,7 +101,7 @@ def _leaves(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tenso
 
 
 def _level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Tensor, "b _"]]:
-    """A node is real when any leaf below it is; level by level, from the leaves up."""
+    """Masks of all levels, from the leaves up: a node is real when any leaf below it is."""
     levels = [real]
     for parents in (plan.branch**depth for depth in range(plan.depth, 0, -1)):
         below = levels[-1]
@@ -117,7 +116,7 @@ def _summarise(
     aggregator: nn.Module,
     detach: bool,
 ) -> Float[Tensor, "b parents d"]:
-    """One level up: all siblings of the batch at once through the aggregator."""
+    """The parents of a level, by one call of the aggregator for the whole batch."""
     b, nodes, d = level.shape
     children = level.reshape(b * parents, nodes // parents, d)
     if detach:
@@ -130,7 +129,7 @@ def _summarise(
 
 
 def _in_cache(aggregator: nn.Module, children: Tensor, mask: Tensor | None) -> Tensor:
-    """On a CPU, without gradients, a long level goes through in pieces whose activations stay in the cache."""
+    """Call the aggregator; on a CPU without gradients in pieces, whose activations stay in the cache."""
     pieces = -(-children.shape[0] * children.shape[1] // CACHED_ROWS)
     if children.is_cuda or torch.is_grad_enabled() or pieces <= 1 or torch.compiler.is_compiling():
         return aggregator(children, mask)

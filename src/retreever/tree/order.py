@@ -1,4 +1,4 @@
-"""Which token lies on which leaf: orders that lay similar tokens side by side, and the even split over leaf blocks.
+"""Which token lies on which leaf: orders that put similar tokens side by side, and the even split over leaf blocks.
 
 Orders are those of the paper's section 3.1 and appendix "tree design". Every order takes coordinates x (b, n, dx) and
 an optional mask (b, n) and returns a permutation (b, n) with the real tokens first. An order is computed once per
@@ -52,7 +52,7 @@ def leaf_order(
             trees do; "random"; "projection" sorts by x @ w with w drawn once from `seed` (ReTreever-KD-RP).
         x: coordinates of the tokens.
         mask: True where a token is real; others go last.
-        branch: children per node of the tree to come ("kd" and "ball" split into as many parts).
+        branch: children per node of the tree ("kd" and "ball" split into as many parts).
         axis: the coordinate of "axis".
         seed: of "random" and "projection".
     """
@@ -65,7 +65,7 @@ def leaf_order(
         check_mask("mask", mask, "b n", b=x.shape[0], n=x.shape[1])
         check_same("mask", mask, "x", x, dtype=False)
         x = without_padding(x, mask)
-    if not x.is_cuda:  # reading values there would make every call wait for the device
+    if not x.is_cuda:  # reading values on CUDA would make every call wait for the device
         check_finite("x", x)
     return permutation_of(order, x, mask, branch, axis, seed)
 
@@ -91,7 +91,7 @@ def in_order(values: Tensor, permutation: Permutation) -> Tensor:
 
 
 def _flat_value(order: str, x: Coordinates, axis: int, seed: int) -> Float[Tensor, "b n"]:
-    """The one number per token that the flat orders sort by."""
+    """The number per token that the flat orders sort by."""
     if order == "axis":
         if not 0 <= axis < x.shape[2]:
             reject("axis", f"an axis of x, 0 to {x.shape[2] - 1}", axis)
@@ -103,7 +103,7 @@ def _flat_value(order: str, x: Coordinates, axis: int, seed: int) -> Float[Tenso
 
 @lru_cache(maxsize=64)
 def _fixed_noise(kind: str, size: int, seed: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " size"]:
-    """The same on every device; kept there, since a CUDA graph cannot fetch it. Never an inference tensor."""
+    """Random numbers, the same on every device. Cached on the device, since a CUDA graph cannot copy them there."""
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode(False), torch.no_grad():
         drawn = torch.rand(size, generator=generator) if kind == "uniform" else torch.randn(size, generator=generator)
@@ -111,7 +111,7 @@ def _fixed_noise(kind: str, size: int, seed: int, device: torch.device, dtype: t
 
 
 def _masked_last(permutation: Permutation, mask: Tensor | None) -> Permutation:
-    """Stable: real tokens keep their order and come first."""
+    """The permutation with real tokens first, in their order (stable)."""
     if mask is None:
         return permutation
     return permutation.gather(1, (~mask.gather(1, permutation)).to(torch.int8).argsort(dim=1, stable=True))
@@ -129,8 +129,8 @@ def _recursive_order(x: Coordinates, mask: Tensor | None, branch: int, split_key
         active = (segments * branch < lengths) & (ranks < lengths)
         # Padding keeps a segment of its own behind all others, so it never moves.
         segment = torch.where(ranks < lengths, segment_of_rank(ranks, lengths, segments), segments)
-        here = x.gather(1, permutation[..., None].expand(b, n, dx))
-        value = torch.where(active, split_key(here, segment, level), 0)
+        x_now = x.gather(1, permutation[..., None].expand(b, n, dx))
+        value = torch.where(active, split_key(x_now, segment, level), 0)
         by_value = value.argsort(dim=1, stable=True)
         move = by_value.gather(1, segment.gather(1, by_value).argsort(dim=1, stable=True))
         permutation = permutation.gather(1, move)
@@ -163,7 +163,7 @@ def _farthest_from(x: Tensor, segment: Tensor, point: Tensor) -> Tensor:
 
 
 def _reduce(x: Tensor, segment: Tensor, how: str) -> Tensor:
-    """Reduce x (b, n, c) within segments and hand the result back to every token."""
+    """Reduce x (b, n, c) within segments; every token gets the result of its segment."""
     index = segment[..., None].expand_as(x)
     size = x.shape[1] + 1
     reduced = x.new_zeros(x.shape[0], size, x.shape[2]).scatter_reduce(1, index, x, how, include_self=False)
@@ -172,14 +172,14 @@ def _reduce(x: Tensor, segment: Tensor, how: str) -> Tensor:
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """Where the leaves come from: `index` (b, leaves) into the tokens, `real` (b, leaves) False at padding."""
+    """Token of every leaf slot: `index` into the tokens, and `real`, False at padding."""
 
     index: Int[Tensor, "b leaves"]
     real: Bool[Tensor, "b leaves"]
 
 
 def leaf_layout(plan: TreePlan, lengths: Int[Tensor, " b"]) -> LeafLayout:
-    """Token of every leaf slot when row i has its real tokens at 0..lengths[i]-1."""
+    """The layout when row i has its real tokens at 0..lengths[i]-1."""
     powers = plan.branch ** torch.arange(plan.depth + 1, device=lengths.device)
     depth = (powers[1:] < lengths[:, None]).sum(dim=1)  # each row's own depth: branch^d <= n - 1
     blocks = powers[depth][:, None]

@@ -1,4 +1,4 @@
-"""The selected set of a path, by arithmetic: which nodes a query attended to, and how many it cost."""
+"""The selected set of a path, computed from the path alone: which nodes a query attended to, and how many."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def selected_nodes(
     sibling = torch.arange(plan.branch - 1, device=path.device)
     levels = range(1, plan.depth + 1)
     offsets = torch.tensor([plan.offsets[level] for level in levels], dtype=path.dtype, device=path.device)
-    first = taken - (taken - offsets[:, None]) % plan.branch  # the leftmost child of the group
+    first = taken - (taken - offsets[:, None]) % plan.branch  # the leftmost sibling
     siblings = first + sibling
-    siblings = (siblings + (siblings >= taken)).flatten(-2)  # skip the one taken
+    siblings = (siblings + (siblings >= taken)).flatten(-2)  # skip the child taken
     leaves = plan.leaf_offset + path[..., None] * plan.block + torch.arange(plan.block, device=path.device)
     rows = torch.cat([siblings, leaves], dim=-1)
     return rows if node_mask is None else torch.where(_real(node_mask, rows), rows, -1)
@@ -42,7 +42,7 @@ def leaf_nodes(
 def nodes_scored(
     plan: TreePlan, path: Int[Tensor, "b m"], node_mask: Bool[Tensor, "b t"] | None = None
 ) -> Int[Tensor, "b m"]:
-    """How many real nodes the policy scored to choose the path: the children wherever there was a choice."""
+    """Number of real nodes the policy scored to choose the path: all children wherever there was a choice."""
     siblings = selected_nodes(plan, path, node_mask)[..., : plan.depth * (plan.branch - 1)]
     rejected = (siblings.reshape(*path.shape, plan.depth, plan.branch - 1) >= 0).sum(dim=-1)
     return (rejected + (rejected > 0)).sum(dim=-1)

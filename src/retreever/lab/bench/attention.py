@@ -1,6 +1,6 @@
 """Latency of one call: tree attention against attention over all tokens, Perceiver IO's read-out and plain torch.
 
-Everybody has prepared what depends on the context alone: the tree its nodes' keys and values, the others theirs.
+All methods have prepared what depends on the context alone: keys and values of the nodes, or of the tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MakeMethods = Callable[[int], Methods]  # from the number of queries
 
 @dataclass(frozen=True)
 class Part:
-    """What is timed at one level of the library, and how."""
+    """A part of the benchmark: the operator or the module, and how it is timed."""
 
     name: str
     mode: Mode
@@ -39,7 +39,7 @@ class Part:
 
 
 def run_attention(options: AttentionBench) -> None:
-    """The whole benchmark, from options to files."""
+    """Run the benchmark and write its files."""
     options = _sizes(options)
     run = Run.start("attention", options)
     parts = Part("operator", "auto", operator_methods), Part("module", "eager", module_methods)
@@ -52,7 +52,7 @@ def run_attention(options: AttentionBench) -> None:
 
 
 def latency_rows(run: Run, options: AttentionBench, part: Part) -> Iterator[Row]:
-    """All sizes of one part; calls that would take too long are left out and say so."""
+    """Rows of all sizes of one part; calls predicted to take too long are marked as skipped."""
     forecast = Forecast(options.slowest)
     for n in options.n:
         plan = TreePlan(n, 2)
@@ -72,9 +72,9 @@ def latency_rows(run: Run, options: AttentionBench, part: Part) -> Iterator[Row]
 
 
 def operator_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMethods:
-    """Projected queries over random keys and values: how long a search takes does not depend on what it finds."""
+    """Projected queries over random keys and values; the time of a search does not depend on the values."""
     h, e = options.heads, options.width
-    # As in a `Tree`: a node's key and value side by side. The rivals get the layout they like best.
+    # As in a `Tree`, key and value of a node are adjacent. The other methods get the layout that is fastest for them.
     keys, values = run.randn(1, plan.nodes, 2, h, e).unbind(dim=2)
     all_keys, all_values = run.randn(1, h, plan.n, e), run.randn(1, h, plan.n, e)
     few_keys, few_values = run.randn(1, h, plan.tokens, e), run.randn(1, h, plan.tokens, e)
@@ -94,7 +94,7 @@ def operator_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeM
 
 
 def module_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMethods:
-    """The whole modules in evaluation, context prepared. Nodes are plain means: searching them costs the same."""
+    """Whole modules in evaluation, context prepared. Nodes are plain means, which take the same time to search."""
     dim = options.heads * options.width
     tree_module = (
         TreeCrossAttention(dim, options.heads, plan.branch, aggregator="mean").to(run.device, run.dtype).eval()
@@ -114,7 +114,7 @@ def module_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMet
 
 
 def operator_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
-    """Microseconds of every method, and how much faster the tree is than attention over all tokens."""
+    """Table of the operator: microseconds of every method, and the speed-up of the tree over all tokens."""
     skipped = any(row.get("skipped") for row in rows)
     return Table(
         f"One call, µs: {options.heads} heads of {options.width}, {run.dtype_name}, {run.clock}",
@@ -137,7 +137,7 @@ def operator_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
 
 
 def module_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
-    """The modules as a whole."""
+    """Table of the modules: microseconds and speed-up."""
     return Table(
         f"Module in evaluation, context prepared, µs: width {options.heads * options.width}, {run.dtype_name}, eager",
         ("n", "m", "TreeCrossAttention", "CrossAttention, keys and values cached", "speed-up"),
@@ -149,7 +149,7 @@ def module_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
 
 
 def draw_latency(rows: Rows, run: Run, file: Path) -> Path:
-    """Operator above, module below, one column per number of queries."""
+    """Draw the operator above, the module below, one column per number of queries."""
     queries = sorted({row["m"] for row in rows})
     labels = {"operator": f"operator, {run.clock}", "module": "whole module, eager"}
     return draw_panels(
@@ -197,7 +197,7 @@ def _us(found: Mapping[str, Row], method: str) -> Cell:
 
 
 def _sizes(options: AttentionBench) -> AttentionBench:
-    """Checked, and fewer when it has to be quick."""
+    """The options with sizes checked, and fewer of them with `quick`."""
     for name in ("heads", "width", "sets"):
         check_int(name, getattr(options, name), 1)
     n, m = check_sizes("n", options.n), check_sizes("m", options.m)

@@ -1,4 +1,4 @@
-"""Time to build a tree, whole and in parts, beside the bare matrix products of its linear layers."""
+"""Time to build a tree, whole and in parts, compared with the bare matrix products of its linear layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PUBLISHED = {LAYOUT: 0.076, AGGREGATE: 12.864}  # milliseconds
 
 
 def run_build(options: BuildBench) -> None:
-    """The whole benchmark, from options to files."""
+    """Run the benchmark and write its files."""
     run = Run.start("build", options)
     options = replace(options, n=_sizes(run, options))
     run = replace(run, options=options)
@@ -40,7 +40,7 @@ def run_build(options: BuildBench) -> None:
 
 
 def build_rows(run: Run, module: TreeCrossAttention, n: int, mode: Mode) -> Rows:
-    """The build and its bare products, in turn."""
+    """Rows of the build and of its bare matrix products, timed in turn."""
     context = run.randn(1, n, module.block.to_kv.in_features)
     eager = mode == "eager"
     methods: dict[str, Sequence[Call]] = {
@@ -53,7 +53,7 @@ def build_rows(run: Run, module: TreeCrossAttention, n: int, mode: Mode) -> Rows
 
 
 def matrix_products(run: Run, module: TreeCrossAttention, plan: TreePlan) -> Call:
-    """The products of all linear layers on as many rows as a build gives them, into memory that is already there."""
+    """A call of the matrix products of all linear layers of a build, into preallocated memory."""
     inner = [layer for layer in module.aggregator.modules() if isinstance(layer, nn.Linear)]
     levels = [plan.leaves, *(plan.branch**level for level in range(plan.depth, 1, -1))] if plan.depth else []
     layers = [(rows, layer) for rows in levels for layer in inner] + [(plan.nodes, module.block.to_kv)]
@@ -70,7 +70,7 @@ def matrix_products(run: Run, module: TreeCrossAttention, plan: TreePlan) -> Cal
 
 
 def part_rows(run: Run, module: TreeCrossAttention) -> Rows:
-    """What the paper times at 256 tokens: laying out the tree, and summarising it."""
+    """Rows of what the paper times at 256 tokens: layout and aggregation of the tree."""
     context = run.randn(1, PAPER_TOKENS, module.block.to_kv.in_features)
     lengths = torch.tensor([PAPER_TOKENS], device=run.device)
 
@@ -89,7 +89,7 @@ def part_rows(run: Run, module: TreeCrossAttention) -> Rows:
 
 
 def build_table(run: Run, options: BuildBench, rows: Rows, modes: Sequence[Mode]) -> Table:
-    """Milliseconds against n; with CUDA graphs, those too."""
+    """Table of milliseconds against n, eager and with CUDA graphs."""
     names = [(BUILD, PRODUCTS)] + [(BUILD_GRAPH, PRODUCTS_GRAPH)] * (len(modes) > 1)
     found = {(row["n"], row["method"]): row["us"] for row in rows}
     lines = []
@@ -109,13 +109,13 @@ def build_table(run: Run, options: BuildBench, rows: Rows, modes: Sequence[Mode]
 
 
 def part_table(parts: Rows) -> Table:
-    """Beside the paper's own numbers."""
+    """Table of the parts of a build beside the paper's numbers."""
     lines = tuple((row["method"], f"{row['us'] / 1e3:.3f}", _text(row["paper_ms"])) for row in parts)
     return Table(f"Parts of a build, {PAPER_TOKENS} tokens, eager", ("part", "ms", "paper, ms"), lines)
 
 
 def draw_build(run: Run, rows: Rows, file: Path) -> Path:
-    """Time against tokens."""
+    """Draw time against tokens."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         lines.setdefault(row["method"], []).append((row["n"], 1e-6 * row["us"]))

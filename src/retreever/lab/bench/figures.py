@@ -1,4 +1,4 @@
-"""Figures of benchmarks: lines over the number of tokens on logarithmic axes, and bars. Same thing, same colour."""
+"""Figures of benchmarks: lines over the number of tokens on logarithmic axes, and bars. A method keeps its colour."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Unit = Literal["seconds", "bytes"]
 Points = Sequence[tuple[int, float]]
 
-# What is measured, as it is called in JSON; every figure shows it in the same way.
+# Names of methods in JSON; every figure shows a method in the same style.
 TREE, FULL, PERCEIVER, REFERENCE = "tree", "all tokens", "perceiver", "plain torch"
 CACHED, RAW = "all tokens, cached", "all tokens, raw"
 BUILD, PRODUCTS, BUILD_GRAPH, PRODUCTS_GRAPH = "build", "products", "build, graph", "products, graph"
@@ -54,7 +54,7 @@ _UNITS: dict[Unit, tuple[tuple[float, str], ...]] = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: lines by name, and two names whose last common distance is written out."""
+    """One pair of axes: lines by name, and two names whose ratio at the last common point is annotated."""
 
     title: str
     lines: Mapping[str, Points]
@@ -71,7 +71,7 @@ class Bar(NamedTuple):
 def draw_panels(
     grid: Sequence[Sequence[Panel]], file: Path, title: str, unit: Unit, labels: Sequence[str] = ("",)
 ) -> Path:
-    """Panels in rows, all with the same axes; `labels` name the rows."""
+    """Draw panels in rows, all with the same axes; `labels` name the rows."""
     panels = [panel for row in grid for panel in row]
     names = [name for name in _LOOKS if any(name in panel.lines for panel in panels)]
     width = max(7.0, 3.5 * len(grid[0]))
@@ -82,7 +82,7 @@ def draw_panels(
     axes: Any = figure.subplots(len(grid), len(grid[0]), sharex=True, sharey=True, squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=True):
         _draw_panel(axis, panel, unit)
-    for axis, panel in zip(axes.flat, panels, strict=True):  # now that the axes have their range
+    for axis, panel in zip(axes.flat, panels, strict=True):  # after all lines, which set the range of the axes
         _draw_factor(axis, panel)
     for axis, label in zip(axes[:, 0], labels, strict=True):
         axis.set_ylabel(label, color=STYLE["ink"])
@@ -94,7 +94,7 @@ def draw_panels(
 
 
 def draw_bars(groups: Mapping[str, Mapping[str, Bar]], file: Path, title: str, label: str) -> Path:
-    """Horizontal bars, one block of them per group; shorter is better. Values are written beside them."""
+    """Draw horizontal bars with their values, one panel per group; shorter is better."""
     figure = new_figure(8.5, 0.7 + sum(0.75 + 0.32 * len(bars) for bars in groups.values()))
     heights = [len(bars) + 1 for bars in groups.values()]
     axes: Any = figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
@@ -121,7 +121,7 @@ def readable(value: float, unit: Unit) -> str:
 
 
 def short(n: float) -> str:
-    """256, 4k, 1M: powers of 1,024 as everybody says them."""
+    """A number in powers of 1,024: 256, 4k, 1M."""
     for scale, letter in ((2**20, "M"), (2**10, "k")):
         if n >= scale:
             return f"{n / scale:.3g}{letter}"
@@ -144,7 +144,7 @@ def _draw_panel(axis: Axes, panel: Panel, unit: Unit) -> None:
 
 
 def _draw_factor(axis: Axes, panel: Panel) -> None:
-    """An arrow between the two lines compared, where both were last measured, with their ratio."""
+    """Draw an arrow between the two lines compared, at their last common point, with their ratio."""
     from matplotlib.patheffects import withStroke
 
     upper, lower = (dict(panel.lines.get(name, ())) for name in panel.compare or ("", ""))

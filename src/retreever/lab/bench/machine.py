@@ -1,4 +1,4 @@
-"""What numbers were measured on: processor, accelerator, versions, threads, load."""
+"""The machine a benchmark ran on: processor, accelerator, versions, threads, load."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def load_average() -> list[float] | None:
-    """Load of the last 1, 5 and 15 minutes; None where the system does not say."""
+    """Load of the last 1, 5 and 15 minutes; None where the system does not report it."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 

@@ -1,6 +1,6 @@
 """Peak memory of one inference call beyond its inputs, against the number of context tokens (the paper's figure).
 
-What is stored between calls, the tree or the cached keys and values, is an input and is listed beside.
+What is stored between calls, the tree or the cached keys and values, is an input and has its own column.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SMALL, LARGE = 1 << 10, 1 << 20  # growth is reported between these
 
 
 def run_memory(options: MemoryBench) -> None:
-    """The whole benchmark, from options to files."""
+    """Run the benchmark and write its files."""
     n, m = check_sizes("n", options.n), check_sizes("m", options.m)
     options = replace(options, n=tuple(x for x in n if x <= 1 << 14) or n[:1] if options.quick else n, m=m)
     run = Run.start("memory", options)
@@ -40,7 +40,7 @@ def run_memory(options: MemoryBench) -> None:
 
 
 def memory_rows(run: Run, options: MemoryBench, n: int) -> Rows:
-    """One context, all numbers of queries. Nodes are plain means: reading them takes the same memory."""
+    """Rows of one context size, all numbers of queries. Nodes are plain means, which take the same memory to read."""
     dim, heads = options.dim, options.heads
     tree_module = TreeCrossAttention(dim, heads, aggregator="mean").to(run.device, run.dtype).eval()
     full_module = CrossAttention(dim, heads).to(run.device, run.dtype).eval()
@@ -66,8 +66,8 @@ def memory_rows(run: Run, options: MemoryBench, n: int) -> Rows:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Most memory `call` holds at once beyond what was there before, its result included."""
-    call()  # compiles, and leaves workspaces behind that are no part of a call
+    """Peak memory of `call`, including its result, beyond what was allocated before."""
+    call()  # compiles kernels and allocates workspaces, which do not count
     synchronize(device)
     if device.type == "cpu":
         return _peak_of_profile(call)
@@ -81,12 +81,12 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
 
 
 def size_of(*tensors: Tensor) -> int:
-    """Bytes of their elements."""
+    """Bytes of all elements of the tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def growth(rows: Rows, m: int, method: str, small: int = SMALL, large: int = LARGE) -> Row:
-    """How much more a call needs over the largest context than over the smallest, between `small` and `large`."""
+    """Ratio of the memory of a call for the largest and the smallest context between `small` and `large`."""
     found = {row["n"]: row["bytes"] for row in rows if row["m"] == m and row["method"] == method}
     inside = [n for n in sorted(found) if small <= n <= large] or sorted(found)
     first, last = inside[0], inside[-1]
@@ -94,7 +94,7 @@ def growth(rows: Rows, m: int, method: str, small: int = SMALL, large: int = LAR
 
 
 def memory_table(run: Run, options: MemoryBench, rows: Rows) -> Table:
-    """Peak of a call and, beside it, what is stored between calls."""
+    """Table of the peak memory of a call and of the memory stored between calls."""
     found = {(row["n"], row["m"], row["method"]): row for row in rows}
     lines = []
     for m in options.m:
@@ -127,8 +127,8 @@ def draw_memory(run: Run, options: MemoryBench, rows: Rows, file: Path) -> Path:
 
 
 def _peak_of_profile(call: Callable[[], object]) -> int:
-    """Running sum of what torch's CPU allocator gives out and takes back, at its highest."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler talks to stderr otherwise
+    """Largest running sum of the allocations and releases of torch's CPU allocator."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps the profiler from writing to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = call()

@@ -1,4 +1,4 @@
-"""What can be set on the command line. Light on purpose: torch is loaded only once there is work to do."""
+"""Command line options of the benchmarks. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BY_FOUR = tuple(4**power for power in range(4, 11))  # 256 to 1,048,576
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What all benchmarks share."""
+    """Options of all benchmarks."""
 
     out: Path = Path("runs/bench")
     """Folder for <name>-<device>.json, .md and .png."""
@@ -56,7 +56,7 @@ class AttentionBench(BenchOptions):
 
 @dataclass(frozen=True)
 class BuildBench(BenchOptions):
-    """Time to build a tree, beside its bare matrix products."""
+    """Time to build a tree, compared with its bare matrix products."""
 
     n: tuple[int, ...] = ()
     """Context tokens; by default 256 to 65,536 on a CPU and to 1,048,576 elsewhere."""
@@ -109,7 +109,7 @@ class TrainBench(BenchOptions):
     compile: bool = False
     """Also time all kernels with the rest of the loss compiled by torch.compile; takes minutes."""
     precision: Literal["fp32", "tf32"] = "tf32"
-    """Of matrix products on a GPU; tf32 is what training uses unless told otherwise."""
+    """Precision of matrix products on a GPU; training uses tf32 by default."""
     data: Path | None = None
     """Folder that holds the datasets."""
 

@@ -1,4 +1,4 @@
-"""The paper's run-time and branching-factor tables, measured here: 256 context tokens, 256 queries, whole modules."""
+"""Our times for the paper's run-time and branching-factor tables: 256 context tokens, 256 queries, whole modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Published(NamedTuple):
 
 
 CACHED, RAW, PERCEIVER = "Cross Attention", "Cross Attention, projecting the context", "Perceiver IO read-out"
-# The paper has the binary tree twice: 19.31 / 9.09 ms among run times, 21.92 / 9.83 ms among branching factors.
+# The paper prints the binary tree twice: 19.31 / 9.09 ms among run times, 21.92 / 9.83 ms among branching factors.
 PUBLISHED = {
     CACHED: Published(12.05, 1.61),
     PERCEIVER: Published(10.98, 1.51),

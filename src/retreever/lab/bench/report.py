@@ -1,4 +1,4 @@
-"""One benchmark from start to files: what it runs on, what it found, and JSON, Markdown and figure of it."""
+"""A benchmark run: its device and options, and the JSON, Markdown and figure files it writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ENDINGS = ("json", "md", "png")
 
 @dataclass(frozen=True)
 class Run:
-    """A benchmark that is under way. `start` makes one; `publish` ends it."""
+    """A running benchmark, made by `start`; `publish` writes its results."""
 
     name: str
     options: BenchOptions
@@ -41,7 +41,7 @@ class Run:
 
     @classmethod
     def start(cls, name: str, options: BenchOptions) -> Run:
-        """Find the device and see to it that the results will have a place, before any time is spent."""
+        """Find the device, and raise `InputError` if result files exist already."""
         device = find_device(options.device)
         automatic = "float32" if device.type == "cpu" else "bfloat16"
         dtype = getattr(torch, automatic if options.dtype == "auto" else options.dtype)
@@ -54,32 +54,32 @@ class Run:
 
     @property
     def limits(self) -> Limits:
-        """Samples and time of one row."""
+        """Limits on samples and time of one row."""
         samples, seconds = self.options.samples, self.options.seconds
         return Limits(min(samples, 11), min(seconds, 1.0)) if self.options.quick else Limits(samples, seconds)
 
     @property
     def dtype_name(self) -> str:
-        """As in "float32"."""
+        """Name of the dtype, as in "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def clock(self) -> str:
-        """How calls are timed unless told otherwise."""
+        """How calls are timed in mode "auto"."""
         return "CUDA graph" if self.device.type == "cuda" else "wall clock"
 
     def file(self, ending: str) -> Path:
-        """Where a result goes."""
+        """The result file with that ending."""
         return self.options.out / f"{self.name}-{self.device.type}.{ending}"
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Random numbers where the benchmark runs, in its own dtype unless told otherwise."""
+        """Random numbers on the device of the benchmark, in its dtype unless `dtype` is given."""
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
     def publish(
         self, rows: Rows, tables: Sequence[Table], draw: Callable[[Path], object], summary: Mapping[str, Any]
     ) -> None:
-        """Print the tables and write all files, each in one go."""
+        """Print the tables and write all files, each atomically."""
         console = Console(width=None if sys.stdout.isatty() else 150)
         for table in tables:
             console.print(table.to_rich())
@@ -87,7 +87,7 @@ class Run:
         picture, written = f"![{self.name}]({self.file('png').name})\n", list(_ENDINGS)
         try:
             draw(self.file("png"))
-        except BackendError as error:  # no matplotlib: numbers are worth having without a picture
+        except BackendError as error:  # no matplotlib: write the numbers without a figure
             print(f"no figure: {error}", file=sys.stderr)
             picture, written = "", written[:-1]
         body = "\n".join(table.to_markdown() for table in tables)
@@ -100,7 +100,7 @@ class Run:
         return describe(self.machine)
 
     def footer(self) -> str:
-        """One line on where and how times came about."""
+        """One line on the machine and how times were measured."""
         load = "" if self.load is None else f"; load {self.load[0]:.1f} at the start"
         return f"{self.where}; medians of up to {self.limits.samples} samples taken in turn{load}"
 
@@ -122,7 +122,7 @@ class Run:
 
 
 def check_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """At least one size, all of them positive, in rising order."""
+    """The sizes, sorted; raises `InputError` unless there is at least one and all are positive."""
     if not sizes:
         reject(name, "at least one size", sizes)
     for size in sizes:
@@ -131,7 +131,7 @@ def check_sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def progress(where: str, timings: Mapping[str, Timing]) -> None:
-    """One line on stderr per row, so that nobody waits in the dark."""
+    """Print one line on stderr for a row, to show progress."""
     found = ", ".join(f"{readable(timing.seconds, 'seconds')} {name}" for name, timing in timings.items())
     print(f"{where}: {found}", file=sys.stderr, flush=True)
 

@@ -1,8 +1,8 @@
-"""Fair timing: warm up, then time the methods of one row in turn, sample after sample, and take medians.
+"""Timing: warm up, then time the methods of one row in turn, sample after sample, and take medians.
 
-Whatever else the machine does meanwhile hits all methods alike, so ratios hold even where absolute times wobble. On a
-GPU two questions have two answers: "graph" replays calls captured in a CUDA graph (what the device needs), "eager" lets
-Python launch them (what a plain call takes).
+Other load on the machine affects all methods alike, so ratios are more stable than absolute times. On a GPU there are
+two modes: "graph" replays calls captured in a CUDA graph and measures the device alone, "eager" includes the launches
+from Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 Call = Callable[[], object]
 Mode = Literal["auto", "eager", "graph"]
 
-FEWEST = 3  # samples, however slow
+FEWEST = 3  # samples of a method, however slow
 MOST_CALLS = 10_000  # per sample
 GRAPH_CALLS = 64  # per CUDA graph
 LAUNCHES = 2e-3  # seconds of calls per sample on an accelerator: the wait at the end must not count
@@ -30,7 +30,7 @@ LAUNCHES = 2e-3  # seconds of calls per sample on an accelerator: the wait at th
 
 @dataclass(frozen=True)
 class Limits:
-    """When a row is done: every method has its samples, or has used up its share of the time and has at least three."""
+    """Limits of a row: samples per method, fewer (but at least three) where its share of the seconds is used up."""
 
     samples: int = 101
     seconds: float = 4.0
@@ -49,7 +49,7 @@ class Timing:
     mode: str
 
     def to_json(self) -> dict[str, float | int | str]:
-        """In microseconds."""
+        """The timing in microseconds, as plain data."""
         times = {"us": self.seconds, "q1_us": self.q1, "q3_us": self.q3}
         rounded = {name: float(f"{1e6 * value:.5g}") for name, value in times.items()}
         return {**rounded, "samples": self.samples, "calls": self.calls, "mode": self.mode}
@@ -99,7 +99,7 @@ def _take_turns(timers: Mapping[str, _Timer], limits: Limits) -> dict[str, list[
 
 
 class WallTimer:
-    """Wall clock around enough calls; an accelerator is waited for at the end."""
+    """Times several calls by the wall clock, synchronising with an accelerator at the end."""
 
     mode = "eager"
 
@@ -119,14 +119,14 @@ class WallTimer:
 
 
 class GraphTimer:
-    """Device time of a CUDA graph of several calls, so that its own start costs next to nothing per call."""
+    """Times a CUDA graph of several calls on the device; several, so that the start of the graph hardly counts."""
 
     mode = "graph"
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # what a first call allocates and compiles must not be captured
+        with torch.cuda.stream(side):  # allocations and compilation of first calls must not be captured
             once = warm_up(calls, device)
         torch.cuda.current_stream(device).wait_stream(side)
         self.calls = min(GRAPH_CALLS, max(1, round(LAUNCHES / once)))
@@ -148,11 +148,11 @@ class GraphTimer:
 
 
 def warm_up(calls: Sequence[Call], device: torch.device) -> float:
-    """Let first calls compile and allocate, then say roughly how long one takes."""
+    """Run first calls, which compile and allocate; returns the rough time of a call."""
     calls[0]()
     synchronize(device)
     once = _wall(calls[0], device)
-    if once > 0.05:  # sure enough, and another look would cost more than it tells
+    if once > 0.05:  # slow enough to be measured by one call
         return once
     for call in calls[1:]:
         call()
@@ -160,13 +160,13 @@ def warm_up(calls: Sequence[Call], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done everything asked of it."""
+    """Wait until an accelerator has finished all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 class Forecast:
-    """Says in advance which calls would take too long, from the largest call of the same method timed so far."""
+    """Predicts which calls would take too long, from the largest call of the same method timed so far."""
 
     def __init__(self, slowest: float) -> None:
         self.slowest = slowest

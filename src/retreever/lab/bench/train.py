@@ -25,7 +25,7 @@ from retreever.train.protocols import Task
 
 CROSS, PLAIN, SEARCH, ALL = "all tokens", "tree, plain torch", "tree, search kernel", "tree, all kernels"
 COMPILED = ", compiled"
-LINES: tuple[Operator, ...] = ("attention", "aggregate")  # kernels besides the search
+LINES: tuple[Operator, ...] = ("attention", "aggregate")  # operators with kernels besides the search
 
 
 class Variant(NamedTuple):
@@ -38,7 +38,7 @@ class Variant(NamedTuple):
 
 
 def run_train(options: TrainBench) -> None:
-    """The whole benchmark, from options to files. Weights are float32, whatever the device."""
+    """Run the benchmark and write its files. Weights are float32 on every device."""
     check_int("batch", options.batch, 0)
     run = Run.start("train", replace(options, dtype="float32"))
     rows: Rows = []
@@ -88,7 +88,7 @@ def variants(cuda: bool, compiled: bool) -> dict[str, Variant]:
 
 
 def task_rows(run: Run, recipe: Recipe, task: Task, options: TrainBench, failed: dict[str, str]) -> Rows:
-    """All variants, timed in turn; what the compiler refuses goes to `failed`."""
+    """Rows of all variants, timed in turn; compilation errors are added to `failed`."""
     methods: dict[str, Sequence[Call]] = {}
     for name, variant in variants(run.device.type == "cuda", options.compile).items():
         step = make_step(run, recipe, task, variant)
@@ -122,14 +122,14 @@ def make_step(run: Run, recipe: Recipe, task: Task, variant: Variant) -> Call:
 
 
 def set_impl(model: torch.nn.Module, impl: Impl) -> None:
-    """Let all layers of `model` run kernels of `impl`."""
+    """Set the backend of all layers of `model` to `impl`."""
     for module in model.modules():
         if hasattr(module, "impl"):
             module.impl = impl  # type: ignore[assignment]
 
 
 def engine_overhead(run: Run, recipe: Recipe) -> Row:
-    """A step of the training loop, its checks of losses included, against the bare replay of its graph."""
+    """Time of a step of the training loop, with its checks of losses, against the bare replay of its graph."""
     far = 10**9
     config = replace(recipe.train, steps=far, evaluate_every=far, save_every=far)
     trainer = Trainer(recipe.make_model(), recipe.task.make(None), config, str(run.device))
@@ -148,7 +148,7 @@ def engine_overhead(run: Run, recipe: Recipe) -> Row:
 
 
 def train_table(run: Run, rows: Rows) -> Table:
-    """Milliseconds and steps per second."""
+    """Table of milliseconds and steps per second."""
     plain = _plain_times(rows)
     lines = tuple(
         (
@@ -167,7 +167,7 @@ def train_table(run: Run, rows: Rows) -> Table:
 
 
 def draw_train(run: Run, rows: Rows, file: Path) -> Path:
-    """Bars of milliseconds, one group per task."""
+    """Draw bars of milliseconds, one panel per task."""
     colours = {CROSS: figures.FULL, PLAIN: figures.REFERENCE}
     groups: dict[str, dict[str, figures.Bar]] = {}
     for row in rows:

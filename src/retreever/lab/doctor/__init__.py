@@ -1,4 +1,4 @@
-"""`retreever doctor`: what is installed here, and whether every backend computes what it should on every device."""
+"""`retreever doctor`: what is installed, and whether every backend computes correct results on every device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STYLES = {"ok": "green", "wrong": "bold red", "not available": "dim"}
 
 
 def run_doctor() -> int:
-    """Print what is here and how every check came out. Returns 1 when something is wrong, else 0."""
+    """Print versions, devices, settings and the results of all checks. Returns 1 when a check fails, else 0."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -1,7 +1,6 @@
-"""Does every backend compute what it should on every device here?
+"""Checks that every backend computes correct results and gradients on every device.
 
-Plain torch is measured against torch's own attention, the kernels against plain torch in float64: results and
-gradients.
+Plain torch is compared with torch's own attention, the kernels with plain torch in float64.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LIMITS = {torch.float32: (1e-5, 1e-4), torch.float64: (1e-12, 1e-8)}
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. `detail`: the largest errors, or what is wrong, or why it is not available."""
+    """Outcome of one check. `detail`: the largest error, or what is wrong, or why it is not available."""
 
     name: str
     device: str
@@ -42,7 +41,7 @@ class Check:
 
 
 class Error(NamedTuple):
-    """How far a result is off, relative to its scale, and how far it may be."""
+    """Error of a result, relative to its largest number, and the largest error allowed."""
 
     what: str
     size: float
@@ -67,7 +66,7 @@ def device_names() -> list[str]:
 
 
 def check(name: str, device: str, compute: Callable[[], list[Error] | str]) -> Check:
-    """Judge what `compute` returns: the errors it measured, or why it cannot run here. What it raises is wrong."""
+    """Run `compute`, which returns errors or why it cannot run, and judge its result; an exception is "wrong"."""
     started = time.perf_counter()
     try:
         status, detail = judge(compute())
@@ -77,10 +76,10 @@ def check(name: str, device: str, compute: Callable[[], list[Error] | str]) -> C
 
 
 def judge(found: list[Error] | str) -> tuple[Status, str]:
-    """The verdict, and the line that explains it."""
+    """The status of a check, and the line that explains it."""
     if isinstance(found, str):
         return "not available", found
-    bad = [error for error in found if not error.size <= error.limit]  # so that NaN is bad
+    bad = [error for error in found if not error.size <= error.limit]  # written so that NaN is bad
     what, size, limit = bad[0] if bad else max(found, key=lambda error: error.size / error.limit)
     return "wrong" if bad else "ok", f"{what} is off by {size:.0e} of its scale, {limit:.0e} is allowed"
 
@@ -137,7 +136,7 @@ def _flat(device: str, dtype: torch.dtype) -> list[Tensor]:
 
 
 def flat_errors(device: str, dtype: torch.dtype) -> list[Error]:
-    """With as many branches as tokens the search is torch's own attention over all of them."""
+    """Errors against torch's attention over all tokens, which a tree with as many branches as tokens must equal."""
     q, keys, values = _flat(device, dtype)
     found = search(SearchInputs(q, keys, values, TreePlan(6, 6)), "reference").output
     q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
@@ -146,7 +145,7 @@ def flat_errors(device: str, dtype: torch.dtype) -> list[Error]:
 
 
 def attention_errors(device: str) -> list[Error] | str:
-    """Errors of the kernel that trains attention over all tokens."""
+    """Errors of the training kernel of attention over all tokens."""
     reason = unavailable("triton", device, torch.float32)
     if reason is not None:
         return reason
@@ -170,7 +169,7 @@ def building_errors(device: str) -> list[Error] | str:
     if reason is not None:
         return f"{reason}: trees are built in plain torch"
     generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):  # making a module draws weights, which the caller should not notice
+    with torch.random.fork_rng(devices=[]):  # keep the state of the global generator
         module = TreeCrossAttention(64, impl="triton").eval()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)
@@ -187,15 +186,15 @@ def building_errors(device: str) -> list[Error] | str:
 
 
 def _product_limit(device: str) -> float:
-    """What matrix products may be off by: more where the user allows tf32."""
+    """Largest error of matrix products; larger where the user allows tf32."""
     exact = torch.get_float32_matmul_precision() == "highest" or device == "cpu"
     return LIMITS[torch.float32][0] if exact else 1e-2
 
 
 def compare(found: Named, exact: Named, limits: tuple[float, float], where: str = "") -> list[Error]:
-    """Largest difference of each result over its largest number; one wrong step of a path exceeds every limit.
+    """Largest difference of each result relative to its largest number; a wrong path exceeds every limit.
 
-    The path comes first: where it is wrong, so is the rest.
+    Paths come first, since other results follow from them.
     """
     return [
         Error(

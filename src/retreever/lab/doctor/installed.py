@@ -1,4 +1,4 @@
-"""What is installed here: versions, devices, settings, and where compiled kernels are kept."""
+"""Facts about this installation: versions, devices, settings, and folders of compiled kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "matplotlib")
 
 
 def facts() -> dict[str, dict[str, str]]:
-    """All of it, in words, by heading and name."""
+    """All facts as text, by heading and name."""
     here = machine()
     versions = {"retreever": here["retreever"], "python": f"{here['python']} on {platform.system()}"}
     cpu = f"{here['processor']}, cores: {here['cores']}, threads of torch: {here['threads']}"
@@ -31,7 +31,7 @@ def facts() -> dict[str, dict[str, str]]:
 
 
 def version_of(package: str) -> str:
-    """Its version, if it has one here."""
+    """The version of a package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -39,7 +39,7 @@ def version_of(package: str) -> str:
 
 
 def accelerator(device: str) -> str:
-    """Name and memory where torch tells them."""
+    """Name and memory of a CUDA device; torch does not report them for others."""
     if not device.startswith("cuda"):
         return "an accelerator torch knows"
     properties = torch.cuda.get_device_properties(device)
@@ -47,7 +47,7 @@ def accelerator(device: str) -> str:
 
 
 def settings() -> dict[str, str]:
-    """Environment variables that matter; the two of OpenMP even when they are not set."""
+    """Environment variables that matter; the two of OpenMP even when not set."""
     found = {name: os.environ.get(name, "not set") for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
     if found["OMP_WAIT_POLICY"].lower() != "passive":
         found["OMP_WAIT_POLICY"] += f"; {WAIT_ADVICE}"
@@ -56,7 +56,7 @@ def settings() -> dict[str, str]:
 
 
 def folders() -> Iterator[tuple[str, str]]:
-    """Where Numba and Triton keep compiled kernels."""
+    """Folders of compiled Numba and Triton kernels."""
     try:
         kept = import_module("retreever.ops.search.forward_numba").forward.stats.cache_path
         yield "numba", folder(kept) if kept else "none can be written: every process compiles anew"

@@ -1,1 +1,1 @@
-"""The paper's tables and figures: recipe files in, runs, results, tables, figures and the results page out."""
+"""The paper's tables and figures: runs, results, tables, figures and the results page, from recipe files."""

@@ -1,4 +1,4 @@
-"""From run folders to the results that are kept: what was trained, how, on what, and what came out."""
+"""Collects run folders into the results files: settings, data, hardware, scores and learning curve of each run."""
 
 from __future__ import annotations
 
@@ -20,20 +20,16 @@ MOST_POINTS = 60  # of a learning curve
 
 
 def collect(
-    planned: Iterable[PlannedRun],
-    runs: Path,
-    folder: Path,
-    data_note: Mapping[str, str],
-    overwrite: bool = False,
+    planned: Iterable[PlannedRun], runs: Path, folder: Path, data_note: Mapping[str, str], overwrite: bool = False
 ) -> list[str]:
-    """Take the finished ones among the planned runs into the results; their names come back.
+    """Collect the finished runs among `planned` into the results; returns their names.
 
     Args:
         planned: the runs that tables need.
         runs: folder of run folders.
         folder: of the recipe files; results go to `results` in it.
-        data_note: task -> what its data files were, in words; only who trained knows.
-        overwrite: replace results of an earlier run of the same name that came to something else.
+        data_note: task -> description of its data files, which the run folder does not record.
+        overwrite: replace results of an earlier run of the same name with other scores.
     """
     for task in data_note:
         check_choice("data_note", task, tuple(TASKS))
@@ -44,7 +40,7 @@ def collect(
         for name, entry in fresh.items():
             same = name in known and known[name]["scores"] == entry["scores"]
             if same and entry["data"] is None:
-                entry["data"] = known[name]["data"]  # said when it was collected first
+                entry["data"] = known[name]["data"]  # noted when it was first collected
             if name in known and not same and not overwrite:
                 raise ConfigError(f"{name}: expected the scores collected before, got others (--replace takes these)")
         save_results(folder, task, known | fresh)
@@ -52,7 +48,7 @@ def collect(
 
 
 def _entry(run: PlannedRun, runs: Path, data_note: Mapping[str, str]) -> Entry | None:
-    """What is kept of a run; None while it is not finished."""
+    """The entry of a run in the results; None while it is not finished."""
     folder = RunFolder(runs / run.name)
     if not folder.result.exists():
         return None
@@ -73,7 +69,7 @@ def _entry(run: PlannedRun, runs: Path, data_note: Mapping[str, str]) -> Entry |
 
 
 def learning_curve(file: Path) -> list[list[float]]:
-    """Step, metric and seconds of at most 60 looks at the validation set, evenly spread, the last one among them."""
+    """Step, metric and seconds of at most 60 evaluations, evenly spread, including the last one."""
     if not file.exists():
         return []
     try:

@@ -18,8 +18,9 @@ from retreever.version import __version__
 
 
 def compute(run: PlannedRun, out: Path, data: Path | None, overwrite: bool = False) -> None:
-    """Score it and leave a run folder, as training does; one that has a result is left as it is."""
-    folder, task, started = RunFolder(out / run.name), run.recipe.task, time.perf_counter()
+    """Score a run without training and write a run folder, as training does; one with a result is kept."""
+    folder, task = RunFolder(out / run.name), run.recipe.task
+    started = time.perf_counter()
     folder.start(run.config(), resume=not overwrite, overwrite=overwrite)
     if folder.result.exists():
         return
@@ -45,5 +46,5 @@ def _random_guess(task: Any, seed: int) -> float:
 
 
 def _exact_posterior(task: Any, seed: int) -> float:
-    assert isinstance(task, GPTask)  # as recipe files are checked
+    assert isinstance(task, GPTask)  # recipe files are checked for this
     return task.oracle_score()

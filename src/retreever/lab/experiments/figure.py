@@ -15,7 +15,7 @@ from retreever.lab.figures.table_curves import Curve, draw_curve_panels
 
 
 def draw_figure(recipe: TableRecipe, folder: Path, out: Path) -> Path:
-    """Draw the figure the recipe file asks for to the PNG `out`."""
+    """Draw the figure of the recipe to the PNG `out`."""
     from retreever.lab.figures.tokens import draw_scores_against_tokens
 
     if recipe.figure == "tokens":
@@ -29,7 +29,7 @@ def draw_figure(recipe: TableRecipe, folder: Path, out: Path) -> Path:
 
 
 def token_points(recipe: TableRecipe, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows that read tokens; for those not run, as many as the paper's share of the context makes."""
+    """Rows with a number of tokens; for rows not run, from the paper's percentage of the context."""
     contexts = [cell.runs[0].recipe.task.context if cell.runs else None for cell in recipe.cells]
     placed = [_placed(row, context) for row, context in zip(rows, contexts, strict=True)]
     return [row.to_json() for row in placed if row.tokens]
@@ -43,7 +43,7 @@ def _placed(row: Row, context: int | None) -> Row:
 
 
 def curves_of(recipe: TableRecipe, results: Mapping[str, Entry]) -> dict[str, dict[str, list[Curve]]]:
-    """Learning curves by column and system, one for every seed that was run; reading all leaves has none of its own."""
+    """Learning curves by column and system, one per seed with results; systems that read all leaves have none."""
     curves: dict[str, dict[str, list[Curve]]] = {}
     for cell in (cell for cell in recipe.cells if not cell.system.full):
         found = [results[run.name]["curve"] for run in cell.runs if run.name in results]

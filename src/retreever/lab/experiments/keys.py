@@ -1,4 +1,4 @@
-"""Tables of a TOML file, read key by key: what is missing, of the wrong kind or unknown is one line that names it."""
+"""Reads tables of a TOML file key by key; a missing, wrong or unknown key raises an error that names it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Keys:
         self.where = where
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
-        """The one line of every error."""
+        """Raise `ConfigError` with one line that names file and key."""
         raise ConfigError(f"{self.file}: {self._name(key)}: expected {expected}, got {got}")
 
     def take(self, key: str, kind: type, default: Any = None) -> Any:
@@ -33,7 +33,7 @@ class Keys:
         return value
 
     def need(self, key: str, kind: type) -> Any:
-        """The value of `key`, which must be there."""
+        """The value of `key`, which must be present."""
         if key not in self.left:
             self.refuse(key, KINDS[kind], "nothing")
         return self.take(key, kind)
@@ -52,14 +52,14 @@ class Keys:
         return {name: Keys(inner.take(name, dict), self.file, inner._name(name)) for name in names}
 
     def take_choice(self, key: str, choices: tuple[str, ...]) -> str:
-        """One of `choices`, or nothing."""
+        """One of `choices`; empty where `key` is absent."""
         value: str = self.take(key, str, "")
         if value and value not in choices:
             self.refuse(key, "one of " + ", ".join(choices), repr(value))
         return value
 
     def finish(self) -> None:
-        """Nothing may be left over: a misspelt key would be ignored."""
+        """Raise `ConfigError` if keys are left over, so that a misspelt key is not ignored."""
         for key in self.left:
             self.refuse(key, "no such key", repr(self.left[key]))
 

@@ -1,4 +1,4 @@
-"""`retreever table`, `figure`, `experiment`, `collect` and `results`: what can be said to them. Free of torch."""
+"""Command line arguments of `retreever table`, `figure`, `experiment`, `collect`, `results`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FOLDER = Path("experiments")
 
 @dataclass(frozen=True)
 class Table:
-    """Print a table of the paper beside what was reached here; without a name, list the tables."""
+    """Print a table of the paper with our results; without a name, list the tables."""
 
     name: Positional[str] = ""
-    """Of the table."""
+    """Name of the table."""
     json: bool = False
     """Rows as JSON, for programs."""
     experiments: Path = FOLDER
@@ -38,9 +38,9 @@ class Figure:
     """Draw the figure of a table: scores against tokens, or learning curves."""
 
     name: Positional[str] = ""
-    """Of the table; without it, tables are listed."""
+    """Name of the table; without it, tables are listed."""
     out: Path | None = None
-    """PNG file; without it the place where the results page looks, docs/images/results-NAME.png."""
+    """PNG file; by default docs/images/results-NAME.png, which the results page shows."""
     experiments: Path = FOLDER
     """Folder of recipe files and results."""
 
@@ -56,22 +56,22 @@ class Figure:
 
 @dataclass(frozen=True)
 class Collecting:
-    """How results are taken from run folders."""
+    """Options of commands that collect results from run folders."""
 
     data_note: dict[str, str] = field(default_factory=dict)
     """What the data files of a task were: --data-note emnist "EMNIST (re-drawn split)"."""
     replace: bool = False
-    """Replace collected results of the same name whose scores are others."""
+    """Replace collected results of the same name with other scores."""
     experiments: Path = FOLDER
     """Folder of recipe files and results."""
 
 
 @dataclass(frozen=True)
 class Experiment(Collecting, Where):
-    """Train the runs of a table that are missing, go on with those that were stopped, collect and print the table."""
+    """Train the missing runs of a table, resume those that were stopped, collect them and print the table."""
 
     name: Positional[str] = ""
-    """Of the table; without it, tables are listed."""
+    """Name of the table; without it, tables are listed."""
     only: tuple[str, ...] = ()
     """Systems, by their keys in the recipe file; none means all."""
     columns: tuple[str, ...] = ()
@@ -90,14 +90,14 @@ class Experiment(Collecting, Where):
             list_tables(False, self.experiments)
 
     def where(self) -> Where:
-        """Finished runs are left alone and stopped ones go on, unless all are to be replaced."""
+        """Options of the training: stopped runs are resumed and finished ones kept, unless `overwrite`."""
         where = Where(**{f.name: getattr(self, f.name) for f in fields(Where)})
         return replace(where, resume=not self.overwrite)
 
 
 @dataclass(frozen=True)
 class Collect(Collecting):
-    """Take finished runs into experiments/results: those that some table needs."""
+    """Collect the finished runs that some table needs into experiments/results."""
 
     runs: Positional[Path] = Path("runs")
     """Folder of run folders."""
@@ -111,7 +111,7 @@ class Collect(Collecting):
 
 @dataclass(frozen=True)
 class Results:
-    """Make the results page from what was collected."""
+    """Make the results page from the collected results."""
 
     out: Path = Path("docs/results.md")
     """The page."""

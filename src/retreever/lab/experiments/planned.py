@@ -1,4 +1,4 @@
-"""A run a table needs: its settings, its name, and what of a run folder must agree with it."""
+"""A run that a table needs: its settings, its name, and the comparison with a run folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from retreever.lab.recipes.recipe import Recipe, setting_types
 from retreever.lab.recipes.tasks import TASKS
 from retreever.train.config import TrainConfig
 
-COMPUTED = {"random-guess": "copy", "exact-posterior": "gp"}  # rows that need no training, and of which task
-HOW = {f.name for f in fields(TrainConfig)}  # how a model is trained, in contrast to what it is
+COMPUTED = {"random-guess": "copy", "exact-posterior": "gp"}  # rows without training -> their task
+HOW = {f.name for f in fields(TrainConfig)}  # settings of the training, not of model or task
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,29 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Of the run's folder and of its result."""
+        """Name of the run's folder and of its result."""
         if not self.computed:
             return self.recipe.name
         marks = [f"{key}{value}" for key, value in self.changes.items() if key not in HOW]
         return "-".join([self.recipe.task.name, *marks, self.computed, f"seed{self.recipe.train.seed}"])
 
     def config(self) -> dict[str, Any]:
-        """What is saved in the run's folder."""
+        """The config.json of the run's folder."""
         if not self.computed:
             return self.recipe.to_json()
-        what = {key: value for key, value in self.changes.items() if key not in HOW}
+        changes = {key: value for key, value in self.changes.items() if key not in HOW}
         own = {"task": self.recipe.task.name, "model": self.computed, "preset": self.recipe.preset}
-        return {**own, **what, "seed": self.recipe.train.seed}
+        return {**own, **changes, "seed": self.recipe.train.seed}
 
     def differs(self, config: dict[str, Any]) -> list[str]:
-        """In what a run folder is not of the model or task meant; steps and the like are shown, not compared."""
+        """Settings of model and task in which `config` differs from this run; training settings are not compared."""
         wanted = {key: value for key, value in self.config().items() if key in self.changes and key not in HOW}
         wanted |= {"task": self.recipe.task.name, "seed": self.recipe.train.seed, "preset": self.recipe.preset}
         return [key for key, value in wanted.items() if config.get(key) != value]
 
 
 def checked_settings(task: str, changes: dict[str, Any], keys: Keys) -> dict[str, Any]:
-    """`changes` with numbers in their field's kind; a name or a value the recipe of `task` does not know is refused."""
+    """`changes` with numbers in the type of their field; raises `ConfigError` for unknown names and values."""
     if not task:
         keys.refuse("task", "one of " + ", ".join(TASKS), "nothing")
     known = {name: kind for name, kind in setting_types(task).items() if name != "seed"}

@@ -1,4 +1,4 @@
-"""A recipe file: which systems (rows) meet which settings (columns) in a table of the paper, with which seeds.
+"""A recipe file: the systems (rows), settings (columns) and seeds of a table of the paper.
 
 Every pair of a system and a column is a cell. The cells of most tables are trained; those of some are read from the
 files of a benchmark. experiments/README.md describes the file.
@@ -25,7 +25,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class System:
-    """A row of the table: a model and what it is called in the paper's numbers."""
+    """A row of the table: a model, and its name in paper.json."""
 
     key: str
     name: str
@@ -40,7 +40,7 @@ class System:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: a task or a size of it, and which of a run's scores is shown."""
+    """A column of the table: a task or a size of it, and which score of a run is shown."""
 
     key: str
     name: str
@@ -69,12 +69,12 @@ class Cell:
 
     @property
     def paper_setting(self) -> Values:
-        """As the row of the paper has it."""
+        """The setting of the row in paper.json."""
         return {**self.column.paper_setting, **self.system.paper_setting}
 
     @property
     def match(self) -> Values:
-        """What tells the row of a benchmark from others."""
+        """Entries that identify the row of a benchmark."""
         return {**self.column.match, **self.system.match}
 
 
@@ -100,7 +100,7 @@ class TableRecipe:
         return bool(self.value)
 
     def chosen(self, only: tuple[str, ...], columns: tuple[str, ...], seeds: tuple[int, ...]) -> list[PlannedRun]:
-        """The runs of the cells asked for, each once; empty filters leave everything in."""
+        """The runs of the cells that pass the filters, each once; an empty filter passes everything."""
         _known("only", only, [cell.system.key for cell in self.cells])
         _known("columns", columns, [cell.column.key for cell in self.cells])
         _known("seeds", seeds, [run.recipe.train.seed for cell in self.cells for run in cell.runs])
@@ -110,7 +110,7 @@ class TableRecipe:
 
 
 def recipes_in(folder: Path) -> dict[str, TableRecipe]:
-    """All recipes of a folder by name, in their places."""
+    """All recipes of a folder by name, in the order of `place`."""
     files = sorted(folder.glob("*.toml"))
     if not files:
         expected = "a folder with recipe files, as in a checkout of the repository"
@@ -132,9 +132,12 @@ def load_recipe(file: Path) -> TableRecipe:
         keys = Keys(tomllib.loads(file.read_text(encoding="utf-8")), str(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: expected readable TOML, got {error}") from None
-    title, about, place = keys.need("title", str), keys.take("about", str, ""), keys.take("place", int, 99)
-    paper, figure = keys.take_list("paper", str), keys.take_choice("figure", FIGURES)
-    digits, value, scale = keys.take("digits", int, 2), keys.take("value", str, ""), keys.take("scale", float, 1.0)
+    title, about = keys.need("title", str), keys.take("about", str, "")
+    place = keys.take("place", int, 99)
+    paper = keys.take_list("paper", str)
+    figure = keys.take_choice("figure", FIGURES)
+    digits = keys.take("digits", int, 2)
+    value, scale = keys.take("value", str, ""), keys.take("scale", float, 1.0)
     shared = {"task": keys.take_choice("task", tuple(TASKS)), "score": keys.take("score", str, "test")}
     shared |= {"seeds": keys.take_list("seeds", int, (0,)), "settings": keys.take("settings", dict, {})}
     columns = [_column(key, inner, shared, file) for key, inner in keys.take_tables("columns").items()]
@@ -185,7 +188,7 @@ def _system(key: str, keys: Keys, columns: list[Column]) -> System:
 
 
 def _metric(keys: Keys, columns: list[Column]) -> str:
-    """What the runs' tasks measure, which must be one thing."""
+    """The metric of the tasks of all columns, which must be the same."""
     metrics = {TASKS[column.task].metric for column in columns if column.task}
     if len(metrics) != 1:
         keys.refuse("task", "one, or several with the same metric (or a metric)", ", ".join(sorted(metrics)) or "none")
@@ -198,8 +201,8 @@ def _cells(systems: list[System], columns: list[Column], keys: Keys, measured: b
             if name not in [system.key for system in systems]:
                 keys.refuse(f"columns.{column.key}.systems", "keys of systems", repr(name))
         for system in systems:
-            here = not column.systems or system.key in column.systems
-            if here and (not system.columns or column.key in system.columns):
+            listed = not column.systems or system.key in column.systems
+            if listed and (not system.columns or column.key in system.columns):
                 yield Cell(system, column, () if measured else _runs(system, column, keys))
 
 
@@ -217,7 +220,7 @@ def _runs(system: System, column: Column, keys: Keys) -> tuple[PlannedRun, ...]:
     return tuple(PlannedRun(recipe, changes, system.computed) for recipe in recipes)
 
 
-def _known(argument: str, asked: tuple[Any, ...], known: list[Any]) -> None:
-    for one in asked:
-        if one not in known:
-            reject(argument, "some of " + ", ".join(map(str, dict.fromkeys(known))), repr(one))
+def _known(argument: str, names: tuple[Any, ...], known: list[Any]) -> None:
+    for name in names:
+        if name not in known:
+            reject(argument, "some of " + ", ".join(map(str, dict.fromkeys(known))), repr(name))

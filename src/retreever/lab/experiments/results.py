@@ -1,4 +1,4 @@
-"""What runs came to, kept in experiments/results/TASK.json: one line per run, for tables, figures and the page."""
+"""Collected results in experiments/results/TASK.json: one line per run, for tables, figures and the page."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def load_results(folder: Path, tasks: Iterable[str] = tuple(TASKS)) -> dict[str,
 
 
 def results_file(folder: Path, task: str) -> Path:
-    """Where the runs of a task are."""
+    """The file of the collected runs of a task."""
     return folder / "results" / f"{task}.json"
 
 
 def save_results(folder: Path, task: str, runs: Mapping[str, Entry]) -> Path:
-    """All runs of a task, sorted by name, a line each."""
+    """Write all runs of a task, sorted by name, a line each; returns the file."""
     lines = [f"  {json.dumps(name)}: {json.dumps(runs[name])}" for name in sorted(runs)]
     return write_text(results_file(folder, task), '{\n "runs": {\n' + ",\n".join(lines) + "\n }\n}\n", ConfigError)
 
 
 def check_entry(entry: object, where: str) -> None:
-    """A run must have all a table shows, and its scores must be numbers."""
+    """Raise `ConfigError` unless a run has all entries of NEEDED and its scores are finite numbers."""
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: expected a table, got {type(entry).__name__}")
     missing = [key for key in NEEDED if key not in entry]

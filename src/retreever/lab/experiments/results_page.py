@@ -1,4 +1,4 @@
-"""The results page: every table of every recipe, made from result files and the paper's numbers, never typed."""
+"""The results page: every table of every recipe, generated from result files and the paper's numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ one table, `retreever experiment NAME` trains what is missing in it.
 
 
 def write_results_page(folder: Path, out: Path) -> Path:
-    """Write the page to `out` and its summary into the README above; figures beside it in `images` are shown."""
+    """Write the page to `out`, with the figures in `images` beside it, and its summary into the README above."""
     recipes, paper, results = recipes_in(folder), load_paper(folder), load_results(folder)
     summary = make_summary(recipes, paper, results)
     put_summary(summary, out.parent.parent / "README.md")
@@ -36,7 +36,7 @@ def write_results_page(folder: Path, out: Path) -> Path:
 
 
 def figure_file(recipe: TableRecipe, docs: Path) -> Path:
-    """Where the page looks for a recipe's figure."""
+    """The file of a recipe's figure on the page."""
     return docs / "images" / f"results-{recipe.name}.png"
 
 

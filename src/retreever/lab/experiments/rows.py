@@ -1,4 +1,4 @@
-"""Rows of a table: the paper's value and ours for every cell, from result files alone."""
+"""Rows of a table: the paper's value and ours for every cell, from result files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Row:
         return self.mean - self.printed.mean
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; `steps` is the most any seed took."""
+        """The row as plain data; `steps` is the largest number over seeds."""
         printed = self.printed or Printed(None, None, "", None)
         return {
             "system": self.system,
@@ -78,7 +78,7 @@ def rows_of(recipe: TableRecipe, paper: Paper, results: Mapping[str, Entry]) -> 
 
 
 def _trained(row: Row, cell: Cell, results: Mapping[str, Entry]) -> Row:
-    """With what the seeds of the cell came to."""
+    """`row` with the results of the seeds of the cell."""
     found = [results[run.name] for run in cell.runs if run.name in results]
     for run in cell.runs:
         if run.name in results and cell.score not in results[run.name]["scores"]:
@@ -103,12 +103,13 @@ def _trained(row: Row, cell: Cell, results: Mapping[str, Entry]) -> Row:
 
 
 def _measured(row: Row, cell: Cell, recipe: TableRecipe) -> Row:
-    """With the value of the one benchmark row that matches."""
+    """`row` with the value of the benchmark row that matches the cell."""
     file = cell.column.file
     if file is None or not file.exists():
         return row
     bench = read_json(file)
-    hits = [one for one in bench.get("rows", ()) if all(one.get(key) == value for key, value in cell.match.items())]
+    rows = bench.get("rows", ())
+    hits = [found for found in rows if all(found.get(key) == value for key, value in cell.match.items())]
     if len(hits) > 1:
         raise ConfigError(f"{file}: expected one row with {cell.match}, got {len(hits)}")
     if not hits or hits[0].get(recipe.value) is None:

@@ -1,4 +1,4 @@
-"""All tasks at a glance: tree, all tokens and latents, ours and the paper's. For the results page and the README."""
+"""Summary of all tasks for the results page and the README: tree, all tokens and latents, ours and the paper's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYSTEMS = {  # column of the summary: keys of systems in the recipes
     "All tokens": ("ca", "transformer_ca"),
     "Perceiver IO": ("perceiver_io",),
 }
-SHOWN = ("Ours", "Paper")  # columns of the tables that are taken over
+SHOWN = ("Ours", "Paper")  # columns of the tables that the summary shows
 START, END = "<!-- summary: made by `retreever results` -->", "<!-- end of summary -->"
 
 
@@ -33,7 +33,7 @@ def make_summary(recipes: Mapping[str, TableRecipe], paper: Paper, results: Mapp
 
 
 def put_summary(summary: Table, readme: Path) -> None:
-    """Replace what stands between the marks of a README; one without marks is left alone."""
+    """Replace the text between the marks START and END of a README; a README without them is not changed."""
     text = readme.read_text(encoding="utf-8") if readme.exists() else ""
     before, start, rest = text.partition(START)
     _, end, after = rest.partition(END)

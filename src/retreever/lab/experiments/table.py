@@ -1,4 +1,4 @@
-"""Tables for people: the paper's value, ours and the difference; "not run" where nothing was run."""
+"""Tables of results: the paper's value, ours and the difference; "not run" where there is no result."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ COLUMNS: Mapping[str, Callable[[Row, int], Cell]] = {
     "Hardware": lambda row, _: "; ".join(row.hardware) or None,
     "Data": lambda row, _: "; ".join(row.data) or None,
 }
-ONCE = ("Hardware", "Data")  # said below the table where all rows have the same
+ONCE = ("Hardware", "Data")  # noted below the table where all rows have the same value
 
 
 def make_table(recipe: TableRecipe, rows: Sequence[Row]) -> Table:
-    """The table of a recipe. What no row has gets no column; what all share is said below."""
+    """The table of a recipe. Columns without values are dropped; values that all rows share are noted below."""
     columns = {name: [cell(row, recipe.digits) for row in rows] for name, cell in COLUMNS.items()}
     notes = [recipe.about] if recipe.about else []
     for name in list(columns):
@@ -41,8 +41,8 @@ def make_table(recipe: TableRecipe, rows: Sequence[Row]) -> Table:
 def difference(row: Row, digits: int = 2) -> str | None:
     """Ours minus the paper's; "better" or "worse" where they differ in the digits the paper prints.
 
-    "within ±" follows where both standard deviations together cover it: another set of seeds could turn the word round.
-    Times are faster or slower: machines differ, so that says nothing about the method.
+    "within ±" follows where the two standard deviations together cover it: other seeds could change the sign. Times are
+    faster or slower, which compares machines, not methods.
     """
     if row.difference is None or row.mean is None or row.printed is None:
         return None
@@ -57,14 +57,14 @@ def difference(row: Row, digits: int = 2) -> str | None:
 
 
 def tokens(row: Row) -> str | None:
-    """Tokens read for a query, of those in the context."""
+    """Tokens read per query, and their share of the context."""
     if not row.tokens:
         return None
     return f"{row.tokens} of {row.context} ({percent(row.tokens / row.context)})" if row.context else str(row.tokens)
 
 
 def seeds(row: Row) -> str | None:
-    """How many seeds there are, and of how many if some are missing."""
+    """Number of seeds with results, and of planned seeds if some are missing."""
     if not row.seeds:
         return None
     return str(row.seeds) if row.seeds == row.planned else f"{row.seeds} of {row.planned}"

@@ -1,1 +1,1 @@
-"""What a run leaves for people to read: explanations of single searches, figures and tables."""
+"""Figures: predictions, searches of single queries, learning curves, scores against tokens."""

@@ -1,4 +1,4 @@
-"""Human Activity in pictures: what a window's tags saw, and the true and the predicted activity beneath.
+"""Figures of Human Activity: the observed channels of a window, and the true and predicted activity below.
 
 Needs matplotlib (the extra `plot`), imported on first use.
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PARTS = ("left ankle", "right ankle", "chest", "belt")  # of the body, one per tag
-COORDINATES = {"x": ("o", "#333333"), "y": ("s", "#808080"), "z": ("^", "#b5b5b5")}  # marker and colour: no activity's
-# Class by class; the merged labels of the file use no others.
+COORDINATES = {"x": ("o", "#333333"), "y": ("s", "#808080"), "z": ("^", "#b5b5b5")}  # marker, colour
+# Names of the classes that the merged labels of the file use.
 ACTIVITIES = ("walking", "falling", "lying", "sitting", "standing up", "on all fours", "sitting on the ground")
-_COLOURS = (*PALETTE[:6], "#f0e442")  # of the activities
+_COLOURS = (*PALETTE[:6], "#f0e442")  # one per activity
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Span:
 
 
 def name_of(activity: int) -> str:
-    """What a class is called; the last four of the eleven are in no label."""
+    """Name of a class; the last four of the eleven occur in no label."""
     return ACTIVITIES[activity] if activity < len(ACTIVITIES) else f"class {activity} (in no label)"
 
 
 def spans_of(time: Float[Tensor, " n"], activities: list[int]) -> tuple[Span, ...]:
-    """Time, cut halfway between moments of different activities: spans follow each other without gap or overlap."""
+    """Spans of one activity each, cut halfway between time points of different activities, without gaps."""
     edges = [float(time[0]), *((time[1:] + time[:-1]) / 2).tolist(), float(time[-1])]
     spans, first = [], 0
     for activity, run in groupby(activities):
@@ -77,23 +77,23 @@ def draw_activity(model: Model, batch: Batch, file: str | Path, window: int = 0,
         reject("window", f"a row of the batch, below {len(batch.xc)}", window)
     if batch.yc.shape[2:] != (2 * CHANNELS,):
         reject("batch", f"windows of {CHANNELS} channels and their mask", f"yc of shape {tuple(batch.yc.shape)}")
-    one = batch.rows(slice(window, window + 1)).to("cpu")
-    dist = predict(model, one)
+    example = batch.rows(slice(window, window + 1)).to("cpu")
+    dist = predict(model, example)
     if not isinstance(dist, Categorical):
         reject("model", "one that predicts classes", type(dist).__name__)
-    true, predicted = one.yt[0].tolist(), dist.logits[0].argmax(dim=-1).tolist()
+    true, predicted = example.yt[0].tolist(), dist.logits[0].argmax(dim=-1).tolist()
     right = sum(a == b for a, b in zip(true, predicted, strict=True))
     figure = new_figure(9, 7.2)
     axes: Any = figure.subplots(len(TAGS) + 1, 1, sharex=True, height_ratios=[1.0] * len(TAGS) + [0.62])
-    _draw_channels(axes[:-1], one)
-    _draw_strips(axes[-1], spans_of(one.xt[0, :, 0], true), spans_of(one.xt[0, :, 0], predicted))
+    _draw_channels(axes[:-1], example)
+    _draw_strips(axes[-1], spans_of(example.xt[0, :, 0], true), spans_of(example.xt[0, :, 0], predicted))
     _legend(figure, sorted({*true, *predicted}))
     score = f"accuracy {100 * right / len(true):.0f}% ({right} of {len(true)} moments)"
     return save(figure, file, f"{title}, {score}" if title else score.capitalize())
 
 
-def _draw_channels(axes: Any, one: Batch) -> None:
-    time, (values, seen) = one.xc[0, :, 0], channels_of(one.yc[0])
+def _draw_channels(axes: Any, example: Batch) -> None:
+    time, (values, seen) = example.xc[0, :, 0], channels_of(example.yc[0])
     for tag, axis in enumerate(axes):
         for number, name in enumerate(COORDINATES):
             channel = 3 * tag + number

@@ -1,4 +1,4 @@
-"""Gaussian process regression in pictures: predictions against the exact posterior, and what one query read.
+"""Figures of GP regression: predictions against the exact posterior, and the nodes one query read.
 
 Needs matplotlib (the extra `plot`), imported on first use.
 """
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 GRID = 241  # places on [-2, 2] the curves are drawn through
 _MODEL, _EXACT, _QUERY = PALETTE[0], PALETTE[1], PALETTE[3]
-_NODE = "#a9cde5"  # the model's colour, paler
+_NODE = "#a9cde5"  # a paler _MODEL
 
 
 @dataclass(frozen=True)
 class NodeRead:
-    """A node one query attended to: its level (1 below the root), and the context points it stands for.
+    """A node one query attended to: its level (1 below the root), and the context points it covers.
 
     `points` are indices into the context as it was given.
     """
@@ -46,7 +46,7 @@ class NodeRead:
 
 @dataclass(frozen=True)
 class Function:
-    """A function drawn from the process, and what it was drawn with."""
+    """A function drawn from the process, and its hyperparameters."""
 
     batch: Batch
     hyper: Hyperparameters
@@ -58,10 +58,10 @@ class Function:
 
 
 def nodes_read(model: ReTreever, batch: Batch, row: int = 0, query: int = 0) -> tuple[NodeRead, ...]:
-    """What target `query` of row `row` attended to. Every real context point is under exactly one of the nodes."""
+    """Nodes that target `query` of row `row` attended to; every real context point is under exactly one of them."""
     with evaluating(model) as device:
-        here = batch.to(device)
-        found = model.search(model.encode(here.xc, here.yc, here.context_mask), here.xt)
+        moved = batch.to(device)
+        found = model.search(model.encode(moved.xc, moved.yc, moved.context_mask), moved.xt)
     explanation = explain(found, row, query)
     tokens = model.leaf_order(batch.xc, batch.context_mask)[row].tolist()
     return tuple(
@@ -71,14 +71,14 @@ def nodes_read(model: ReTreever, batch: Batch, row: int = 0, query: int = 0) -> 
 
 
 def validation_functions(task: GPTask, seed: int, count: int) -> list[Function]:
-    """Functions of a stream never trained or tested on, those with the fewest context points first."""
+    """Functions of a stream never used for training or testing, those with the fewest context points first."""
     generator = stream(f"figure-{task.kernel}-{task.ranges}", "validation", seed)
     drawn = [Function(*task.draw(1, generator)) for _ in range(count)]
     return sorted(drawn, key=lambda function: function.batch.xc.shape[1])
 
 
 def on_grid(batch: Batch, places: Float[Tensor, " g"]) -> Batch:
-    """The same context, with targets at `places`; their values are not known and stand at 0."""
+    """The same context, with targets at `places`; their values are unknown and set to 0."""
     xt = places[None, :, None].to(batch.xc).expand(len(batch.xc), -1, 1)
     return Batch(batch.xc, batch.yc, xt, torch.zeros_like(xt), batch.context_mask)
 
@@ -88,7 +88,7 @@ def draw_gp(
 ) -> Path:
     """Draw predictions (mean and two standard deviations) against the exact posterior, to the PNG `file`.
 
-    Below each panel stands what one query read, for models that search a tree: a line per node attended to, from the
+    For models that search a tree, the nodes that one query read are drawn below each panel: a line per node, from the
     first to the last context point under it, one row per level of the tree.
 
     Args:

@@ -1,4 +1,4 @@
-"""Image completion in pictures: the pixels given, what the model makes of them, how sure it is, and the truth.
+"""Figures of image completion: the pixels given, predicted mean and standard deviation, and the truth.
 
 Needs matplotlib (the extra `plot`), imported on first use.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-NEUTRAL = (0.60, 0.71, 0.82)  # where no pixel is given: neither black, white nor grey
+NEUTRAL = (0.60, 0.71, 0.82)  # colour of pixels not given: neither black, white nor grey
 _CELL = 1.0  # width of a picture, in inches
 _COLUMNS = ("context", "mean", "std")
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Completions of some images, all from 0 to 1: what was given (on a neutral ground), mean, std, truth.
+    """Completions of some images, values from 0 to 1: given pixels (NEUTRAL elsewhere), mean, std, truth.
 
     The standard deviation is one number per pixel, the root mean square over its channels.
     """
@@ -80,7 +80,7 @@ def draw_completions(
 
     Args:
         model: predicts values with a mean and a standard deviation.
-        images: bytes, of one channel or three; for an honest picture none the model was trained on.
+        images: bytes, of one or three channels; should not be images the model was trained on.
         file: a PNG, replaced in one go; folders are made.
         context: numbers of pixels given.
         seed: of the pixels.
@@ -98,7 +98,7 @@ def draw_completions(
     most = max(float(completion.std.max()) for completion in done)
     for index, (size, completion) in enumerate(zip(context, done, strict=True)):
         own = panels[:, 3 * index : 3 * index + 3]
-        spread = _draw_group(own, completion, most)
+        spread = _draw_columns(own, completion, most)
         caption = f"{size} of {images[0, ..., 0].numel()} pixels given"
         look: dict[str, Any] = {"transform": own[-1, 1].transAxes, "ha": "center", "color": STYLE["ink"]}
         own[-1, 1].text(0.5, -0.24, caption, fontsize=10, in_layout=False, **look)
@@ -111,8 +111,8 @@ def draw_completions(
     return save(figure, file, title)
 
 
-def _draw_group(panels: Any, completion: Completion, most: float) -> AxesImage:
-    """Three columns of one size of context; gives one of the standard deviations, for the colour bar."""
+def _draw_columns(panels: Any, completion: Completion, most: float) -> AxesImage:
+    """Draw the three columns of one size of context; returns an image of a standard deviation, for the colour bar."""
     for axes, given, mean, std in zip(panels, completion.given, completion.mean, completion.std, strict=True):
         axes[0].imshow(given.numpy())
         axes[1].imshow(mean.expand(-1, -1, 3).numpy())

@@ -1,4 +1,4 @@
-"""How figures ask a model: in evaluation mode, without gradients, on the model's own device."""
+"""Predictions for figures: in evaluation mode, without gradients, on the model's device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from retreever.train.protocols import Model
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[torch.device]:
-    """Evaluation mode for a while, then the mode the model was in; gives the device it lies on."""
-    was_training, device = model.training, next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Put the model in evaluation mode inside the block; yields its device."""
+    was_training = model.training
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     model.train(False)
     try:
         with torch.inference_mode():
@@ -30,12 +31,12 @@ def evaluating(model: Model) -> Iterator[torch.device]:
 def predict(model: Model, batch: Batch) -> Distribution:
     """Predictions at the targets of `batch`."""
     with evaluating(model) as device:
-        here = batch.to(device)
-        return model.predict(here.xc, here.yc, here.xt, here.context_mask)
+        batch = batch.to(device)
+        return model.predict(batch.xc, batch.yc, batch.xt, batch.context_mask)
 
 
 def mean_and_std(dist: Distribution) -> tuple[Float[Tensor, "b m dy"], Float[Tensor, "b m dy"]]:
-    """Of every predicted value, on the CPU."""
+    """Mean and standard deviation of every predicted value, on the CPU."""
     if len(dist.event_shape) != 1:
         reject("model", "one that predicts values with a mean and a standard deviation", type(dist).__name__)
     return dist.mean.cpu(), dist.stddev.cpu()

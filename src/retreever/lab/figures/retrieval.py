@@ -1,4 +1,4 @@
-"""Pictures: the search of one query as the paper's appendix draws it, and training curves.
+"""Figures of the search of one query, as in the paper's appendix, and of training curves.
 
 Needs matplotlib (the extra `plot`), imported on first use.
 """
@@ -42,7 +42,7 @@ class _Layout:
 def draw_retrieval(
     explanation: Explanation, file: str | Path, truth: int | None = None, title: str | None = None
 ) -> Path:
-    """Draw the search step by step, one panel when each step begins and one for its end, to the PNG `file`.
+    """Draw the search to the PNG `file`: one panel for the start of each step, and one for the end.
 
     Args:
         explanation: made by `explain`.
@@ -80,7 +80,7 @@ def draw_curves(
     Args:
         histories: name of a run -> its records, each with "step", "seconds" and, now and then, `metric`.
         file: replaced in one go; folders are made.
-        metric: key of what is drawn, "loss" or any other.
+        metric: key of the records to draw, "loss" or any other.
         title: over both panels.
         percent: show fractions of one as percentages.
     """
@@ -167,10 +167,10 @@ def _draw_arrows(axis: Axes, layout: _Layout, step: Step) -> None:
 
 
 def _draw_node(axis: Axes, layout: _Layout, node: int, state: State | None, current: bool) -> None:
-    """A circle, or a diamond where the search stands; None is padding."""
+    """Draw a circle, or a diamond for the node being explored; `state` None is padding."""
     size = layout.diameter[node]
     if len(layout.x) > _LABEL_ALL and state in ("open", "unexplored") and size > 8:
-        size = max(8.0, 0.7 * size)  # unlabelled: leave the stage to the path
+        size = max(8.0, 0.7 * size)  # smaller, since not labelled
     look: dict[str, Any] = {"marker": "o", "ms": size, "mec": "white", "mew": min(0.8, size / 12), "zorder": 3}
     look |= {"ms": 0.5 * size, "mfc": "white", "mec": STYLE["faint"]} if state is None else {"mfc": _COLOURS[state]}
     if state in ("selected", "explored"):
@@ -181,7 +181,7 @@ def _draw_node(axis: Axes, layout: _Layout, node: int, state: State | None, curr
 
 
 def _draw_label(axis: Axes, layout: _Layout, node: int, state: State, below: float) -> None:
-    """The number of a node, where there is room: inside it, or upright below a leaf."""
+    """Draw the number of a node where there is room: inside it, or rotated below a leaf."""
     x, y, size = layout.x[node], -layout.level[node], _label_size(layout, node)
     text: dict[str, Any] = {"color": STYLE["ink"], "ha": "center", "va": "center_baseline", "zorder": 6}
     if size is not None:
@@ -209,7 +209,7 @@ def _caption(explanation: Explanation, step: int) -> str:
 
 
 def _tree_legend(figure: Figure, free: Axes | None, explanation: Explanation, truth: int | None) -> None:
-    """In the free cell of the grid if there is one, otherwise below."""
+    """Draw the legend in the free cell of the grid if there is one, otherwise below."""
     from matplotlib.lines import Line2D
 
     def entry(label: str, **look: Any) -> Line2D:

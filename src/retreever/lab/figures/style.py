@@ -1,4 +1,4 @@
-"""The one style of all figures, and how they reach the disk.
+"""Style of all figures, and how they are saved.
 
 Needs matplotlib (the extra `plot`), imported on first use. No pyplot: nothing global, safe in threads and headless.
 """
@@ -39,7 +39,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def new_panels(count: int, titled: bool) -> tuple[Figure, list[Axes], list[Axes]]:
-    """A figure with room for a title and a legend, its `count` panels, and those of them at the left."""
+    """A figure with room for a title and a legend, its `count` panels, and the leftmost ones of them."""
     columns = 2 if count == 4 else min(3, count)
     down = -(-count // columns)
     figure = new_figure(max(5.2, 4.2 * columns), 3.6 * down + 0.7 + 0.3 * titled)
@@ -50,13 +50,13 @@ def new_panels(count: int, titled: bool) -> tuple[Figure, list[Axes], list[Axes]
 
 
 def room_between(low: float, high: float) -> tuple[float, float]:
-    """Ends of a y axis from `low` to `high`, further apart where they differ by less than a fiftieth of their size."""
+    """Limits of a y axis from `low` to `high`, widened to at least a fiftieth of their size."""
     missing = max(0.0, 0.02 * max(abs(low), abs(high)) - (high - low))
     return low - missing / 2, high + missing / 2
 
 
 def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """A legend under all panels, in as many lines as its longest label makes it."""
+    """Draw a legend below all panels, in as many lines as its longest label requires."""
     inches = 0.6 + 0.075 * max(len(str(handle.get_label())) for handle in handles)  # a letter takes 0.07 or so
     lines = -(-len(handles) // max(1, int(figure.get_figwidth() / inches)))
     look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9}
@@ -75,7 +75,7 @@ def clean(axis: Axes, label: str) -> None:
 
 
 def save(figure: Figure, file: str | Path, title: str | None = None) -> Path:
-    """Write a PNG in one step, so that a reader never sees half a picture."""
+    """Write the figure to a PNG atomically."""
     from matplotlib.text import Text
 
     if title:

@@ -22,10 +22,10 @@ Panels = Mapping[str, Mapping[str, Sequence[Curve]]]  # setting -> system -> one
 def draw_curve_panels(panels: Panels, file: str | Path, metric: str, title: str | None = None) -> Path:
     """Draw `metric` against steps to the PNG `file`, all panels on one scale.
 
-    Seconds are not shown: runs side by side share their machine.
+    Seconds are not shown, since runs that train side by side share their machine.
 
     Args:
-        panels: curves by setting and system; what has none is left out.
+        panels: curves by setting and system; those without curves are left out.
         file: replaced in one go; folders are made.
         metric: names the y axis.
         title: over the whole picture.

@@ -1,4 +1,4 @@
-"""Scores against tokens read: what a system reaches and what it costs, the paper's value beside ours.
+"""Figure of scores against tokens read, for every system, the paper's value beside ours.
 
 Needs matplotlib (the extra `plot`), imported on first use.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]  # system, setting, tokens, paper, paper_std, mean, std
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
-KEYS = {False: ("paper", "paper_std"), True: ("mean", "std")}  # whether ours -> where a row has it
+KEYS = {False: ("paper", "paper_std"), True: ("mean", "std")}  # whether ours -> keys of a row
 Place = tuple[str, float, bool]  # system, tokens, whether ours
 
 
@@ -67,7 +67,7 @@ def draw_scores_against_tokens(
 
 
 def places_of(panel: Mapping[str, Sequence[Row]]) -> dict[Place, float]:
-    """Where markers stand on the x axis: at their tokens, or side by side around them where several have the same."""
+    """Positions of markers on the x axis: at their tokens, or side by side where several have the same tokens."""
     beside: dict[float, list[Place]] = {}
     for system, rows in panel.items():
         for row in rows:
@@ -94,7 +94,7 @@ def _draw_panel(axis: Axes, panel: Mapping[str, Sequence[Row]], systems: Sequenc
 
 
 def _look(index: int, ours: bool) -> dict[str, Any]:
-    """Of a system: filled and joined by a line for ours, hollow and dotted for the paper's."""
+    """Style of a system: filled and joined by a line for ours, hollow and dotted for the paper's."""
     colour = PALETTE[index % len(PALETTE)]
     look: dict[str, Any] = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "ms": 6.5, "mew": 1.3}
     look |= {"mec": colour, "elinewidth": 1.2, "capsize": 2.5, "zorder": 4 if ours else 3}
@@ -102,14 +102,14 @@ def _look(index: int, ours: bool) -> dict[str, Any]:
 
 
 def axis_limits(tokens: Sequence[float]) -> tuple[float, float]:
-    """Ends of the x axis: a little room on both sides, and never less than a factor of four in all."""
+    """Limits of the x axis: some room on both sides, and at least a factor of four in all."""
     low, high = min(tokens), max(tokens)
     room = max((high / low) ** 0.1, (4 / (high / low)) ** 0.5, 1.15)
     return low / room, high * room
 
 
 def ticks_of(tokens: Sequence[float]) -> list[float]:
-    """The token counts that occur, without those that stand too close to the one before."""
+    """The token counts that occur, without those too close to the previous one."""
     low, high = axis_limits(tokens)
     ticks: list[float] = []
     for value in sorted(set(tokens)):

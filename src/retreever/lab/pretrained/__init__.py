@@ -1,1 +1,1 @@
-"""Pretrained weights from the command line: made from runs, scored, listed."""
+"""Commands on pretrained weights: export from runs, score, list."""

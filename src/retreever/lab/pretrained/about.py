@@ -1,4 +1,4 @@
-"""What cards say of the tasks: what a model is for, what it was trained on and under which terms. Free of torch."""
+"""Texts of the cards on the tasks: use, limits, data and terms. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from retreever.data.catalogue import DATASETS
 
 @dataclass(frozen=True)
 class About:
-    """One task.
+    """Texts on one task.
 
     Attributes:
         title: in words.
         use: what goes in and what comes out.
         limits: what the weights are not for.
         terms: of the data.
-        data: what the data are; empty where only who trained knows which files they were.
+        data: what the data are; empty where the exporter has to describe the files.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""`retreever eval --pretrained NAME`: scores taken again, beside those on the card."""
+"""`retreever eval --pretrained NAME`: computes the scores again and compares them with the card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from retreever.pretrained.load import load_weights
 
 
 def evaluate_pretrained(name: str, folder: Path | None, data: Path | None, device: str) -> int:
-    """Print every score and the card's; 1 when one of them was not reproduced."""
+    """Print every score and the card's; returns 1 when a score was not reproduced, else 0."""
     card = read_card(name, folder)
     scores = scores_of(recipe_from_json(card.settings), load_weights(card, folder), data, device)
     for key, expected in card.scores.items():

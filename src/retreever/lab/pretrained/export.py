@@ -1,4 +1,4 @@
-"""From a finished run to weights that can be given on: two small files, the card last."""
+"""Exports a finished run as weights for redistribution: the tensors and their card."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def export_run(run: Path, name: str, out: Path, data_note: str = "", overwrite: 
         raise ConfigError(f"out: expected no weights called {name}, got {' and '.join(taken)} (--overwrite)")
     data, card = _contents(run, name, data_note)
     with os_errors(target, "cannot be replaced", CheckpointError):
-        target.unlink(missing_ok=True)  # a card is never beside weights of another
+        target.unlink(missing_ok=True)  # never leave a card beside weights of another run
     write_bytes(weights, data, CheckpointError)
     return write_text(target, card.to_text(), CheckpointError)
 
 
 def _contents(run: Path, name: str, data_note: str) -> tuple[bytes, Card]:
-    """Both files of a run that may be given on."""
+    """Contents of both files; raises `ConfigError` for runs that must not be redistributed."""
     folder = find_run(run)
     task, result = folder.config().get("task"), folder.result
     if task in NEVER:
@@ -69,13 +69,13 @@ def _contents(run: Path, name: str, data_note: str) -> tuple[bytes, Card]:
     card = Card(
         name=name, title=about.title, use=about.use, limits=about.limits, data=note, terms=about.terms,
         license=LICENSE, model=model_to_json(model), settings=recipe.to_json(), best_step=step, tolerance=TOLERANCE,
-        size=len(data), sha256=sha256(data).hexdigest(), probe=probe(model), **_came_out(result),
+        size=len(data), sha256=sha256(data).hexdigest(), probe=probe(model), **_result_entries(result),
     )  # fmt: skip
     return data, card
 
 
-def _came_out(file: Path) -> dict[str, Any]:
-    """What the card takes from the run's result."""
+def _result_entries(file: Path) -> dict[str, Any]:
+    """Entries of the card from the run's result file."""
     result = read_json(file)
     kept = (
         "steps", "metric", "scores", "validation", "tokens", "context", "parameters", "seconds", "hardware", "versions",
@@ -90,7 +90,7 @@ def _came_out(file: Path) -> dict[str, Any]:
 
 
 def _packed(run: Path, model: nn.Module) -> bytes:
-    """Model tensors alone, as a safetensors file."""
+    """The tensors of the model as the bytes of a safetensors file."""
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):

@@ -1,4 +1,4 @@
-"""`retreever eval` and `retreever pretrained`: what can be said on the command line. Free of torch."""
+"""Command line arguments of `retreever eval` and `retreever pretrained`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Evaluate(EvaluateRun):
     posterior (`retreever eval gp --model oracle`)."""
 
     pretrained: str = ""
-    """Name of pretrained weights, to be scored beside their card; `retreever pretrained list` shows the names."""
+    """Name of pretrained weights to score and compare with their card; `retreever pretrained list` shows the names."""
     weights: Path | None = None
-    """Folder of weights made by `retreever pretrained export`; without it those in the package."""
+    """Folder of weights made by `retreever pretrained export`; by default the weights in the package."""
 
     def run(self) -> int:
-        """Print the scores; 1 when those of a card were not reproduced."""
+        """Print the scores; returns 1 when those of a card were not reproduced, else 0."""
         if not self.pretrained:
             if self.weights is not None:
                 reject("weights", "--pretrained NAME with it", "none")
@@ -40,10 +40,10 @@ class Evaluate(EvaluateRun):
 
 @dataclass(frozen=True)
 class PretrainedList:
-    """Print a table of the weights there are."""
+    """Print a table of the available weights."""
 
     weights: Path | None = None
-    """Folder of exported weights; without it those in the package."""
+    """Folder of exported weights; by default the weights in the package."""
     json: bool = False
     """The cards as JSON, for programs."""
 
@@ -66,7 +66,7 @@ class PretrainedList:
 
 @dataclass(frozen=True)
 class PretrainedExport:
-    """Make weights that can be given on from a finished run: NAME.safetensors and its card, NAME.json."""
+    """Export weights from a finished run: NAME.safetensors and its card, NAME.json."""
 
     source: Positional[Path]
     """Folder of the run."""
@@ -93,7 +93,7 @@ class PretrainedPage:
     out: Path = Path("docs/pretrained.md")
     """The page."""
     weights: Path | None = None
-    """Folder of exported weights; without it those in the package."""
+    """Folder of exported weights; by default the weights in the package."""
 
     def run(self) -> None:
         """Write the page."""
@@ -104,7 +104,7 @@ class PretrainedPage:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights that come with the package, and how to make more from runs."""
+    """List the weights in the package, or export weights from runs."""
 
     what: (
         Annotated[PretrainedList, named("list", prefix_name=False)]
@@ -113,5 +113,5 @@ class Pretrained:
     )
 
     def run(self) -> None:
-        """Run the command asked for."""
+        """Run the subcommand."""
         self.what.run()

@@ -1,4 +1,4 @@
-"""The page on weights that come with the package, made from their cards, and the table of them."""
+"""The page and the table on the weights in the package, made from their cards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_cards(folder: str | Path | None = None) -> list[Card]:
 
 
 def cards_table(cards: Sequence[Card]) -> Table:
-    """A line for each."""
+    """Table of the cards, one row each."""
     columns = ("Name", "Task", "Model", "Tokens", "Metric", "Test scores", "Steps", "Batch", "Seed", "kB")
     return Table("Pretrained weights", columns, tuple(_row(card) for card in cards))
 

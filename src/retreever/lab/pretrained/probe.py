@@ -1,6 +1,6 @@
-"""A small made-up question whose answer is kept on the card, so that no change of the code changes it unseen.
+"""Predictions on a small synthetic context, kept on the card: a test that code changes do not change the model.
 
-Scores need the task's data and minutes; this needs neither, and in float64 it is the same on every machine.
+Scores need the data of the task and minutes; this needs neither, and in float64 it is the same on every machine.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Recipes: for every task of the paper its models and settings, as they are trained from the command line."""
+"""Recipes: models and settings of every task of the paper, trained from the command line."""

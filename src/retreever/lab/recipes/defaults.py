@@ -1,6 +1,6 @@
-"""What the recipes set: this library's defaults, what `--preset paper` changes and what `--quick` changes.
+"""Settings of the recipes: this library's defaults, and the changes of `--preset paper` and `--quick`.
 
-Why these were chosen is in docs/defaults.md.
+docs/defaults.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ QUICK: dict[str, Values] = {
 
 
 def defaults(task: str, preset: str = "default", quick: bool = False) -> Values:
-    """All that the recipe of `task` sets; what is not among it has the default of its field."""
+    """All settings of the recipe of `task`; others have the default of their field."""
     return DEFAULTS[task] | (PUBLISHED[task] if preset == "paper" else {}) | (QUICK[task] if quick else {})

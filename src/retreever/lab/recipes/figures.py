@@ -1,4 +1,4 @@
-"""Pictures of a finished run, left in its folder: how it learned, and what it does."""
+"""Figures of a finished run, written to its folder: learning curves and predictions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGEST_TREE = 64  # leaves of a tree that is drawn
 
 
 def draw_run(folder: Path, recipe: Recipe, model: Model, task: object, history: list[Record]) -> None:
-    """Learning curves, and a picture of predictions on validation data; without matplotlib, none."""
+    """Draw learning curves and predictions on validation data; without matplotlib, print why not."""
     try:
         draw_curves(
             {recipe.name: as_rows(history, recipe.task.metric)},
@@ -49,17 +49,17 @@ def _draw_predictions(folder: Path, model: Model, task: object) -> None:
     elif isinstance(task, ActivityTask):
         batch = next(iter(task.validation()))
         changes = (batch.yt.diff(dim=1) != 0).sum(dim=1)
-        draw_activity(model, batch, file, window=int(changes.argmax()))  # the one with most to tell apart
+        draw_activity(model, batch, file, window=int(changes.argmax()))  # the window with most changes
     elif isinstance(task, CopyTask) and isinstance(model, ReTreever) and task.context <= LARGEST_TREE:
         _draw_search(folder / "retrieval.png", model, task)
 
 
 def _draw_search(file: Path, model: ReTreever, task: CopyTask) -> None:
-    """One query of a validation sequence on its way to the token it has to repeat."""
+    """Draw the search of one query of a validation sequence for the token it has to repeat."""
     batch = next(task.validation(sequences=1)).to(next(model.parameters()).device)
     model.eval()
     with torch.inference_mode():
         found = model.search(model.encode(batch.xc, batch.yc), batch.xt)
     query = task.context // 3
-    answer = task.context - 1 - query  # target j stands at context position n/2 - 1 - j
+    answer = task.context - 1 - query  # target j is at context position n/2 - 1 - j
     draw_retrieval(explain(found, query=query), file, truth=answer, title=f"query {query} looks for token {answer}")

@@ -1,4 +1,4 @@
-"""The models of the recipes: what can be set about them, and how they are made. Free of torch until one is made."""
+"""Models of the recipes: their settings, and `make_model`, which alone imports torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retreever.arguments import reject
 
-if TYPE_CHECKING:  # torch is loaded only once there is work to do
+if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
 Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projection"]
-KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # what the copy task calls models without an encoder
+KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # names of the copy task for models without an encoder
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ModelSettings:
     latents: int = 0
     """Latents of Perceiver IO; 0 takes as many as the tree reads tokens."""
     order: Order = "kd"
-    """How tokens are laid on the leaves."""
+    """Order of the tokens on the leaves."""
     axis: int = 0
     """The coordinate of --order axis."""
 
@@ -47,13 +47,13 @@ class SearchSettings:
     branch: int = 2
     """Children per tree node."""
     reward: Literal["log-likelihood", "squared-error", "accuracy", "cross-entropy"] = "log-likelihood"
-    """What the tree search is rewarded for."""
+    """Reward of the tree search."""
     lambda_rl: float = 1.0
     """Weight of the policy's loss."""
     lambda_ca: float = 1.0
     """Weight of the loss read over all leaves."""
     gate: Literal["leaves", "open"] = "leaves"
-    """For classes, train the search as far as reading all leaves has come, or from the start."""
+    """For classes, weight the loss of the search by the progress of reading all leaves, or always by 1."""
     detours: float = 0.0
     """Share of the queries that make one decision of the search at random while training."""
 
@@ -61,14 +61,14 @@ class SearchSettings:
 def make_model(
     model: ModelSettings, search: SearchSettings, task_fields: dict[str, Any], context: int, published: bool
 ) -> Model:
-    """A model, freshly initialised.
+    """A freshly initialised model.
 
     Args:
-        model: which, and its sizes.
-        search: of the tree.
-        task_fields: what the task settles.
-        context: its largest context.
-        published: with the choices of the paper's code; gate and detours stay as set.
+        model: kind and sizes of the model.
+        search: settings of the tree and its search.
+        task_fields: settings of the model that follow from the task.
+        context: largest context of the task.
+        published: with the choices of the paper's code; gate and detours stay as in `search`.
     """
     from retreever.models.config import ModelConfig
     from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
@@ -96,7 +96,7 @@ def make_model(
 
 
 def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Order) -> str:
-    """The part of a run's name that tells models apart: what differs from the usual."""
+    """The part of a run's name that identifies the model: settings that differ from the defaults."""
     searches = KINDS.get(model.model, model.model) == "retreever"
     axis = str(model.axis) if model.order == "axis" else ""
     weights = (("rl", search.lambda_rl), ("ca", search.lambda_ca))
@@ -112,6 +112,6 @@ def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Orde
 
 
 def check_model(model: ModelSettings, task: str, models: tuple[str, ...]) -> None:
-    """A task has its own models."""
+    """Raise `InputError` unless `model` is one of the task's models."""
     if model.model not in models:
         reject("model", f"a model of the {task} task, one of {', '.join(models)}", repr(model.model))

@@ -1,4 +1,4 @@
-"""`retreever train` and `retreever eval`: their arguments on the command line. Free of torch."""
+"""Command line arguments of `retreever train` and `retreever eval`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Where:
     """Where runs train and where their files go."""
 
     out: Path = Path("runs")
-    """Where run folders go."""
+    """Folder for run folders."""
     data: Path | None = None
     """Folder that holds the datasets; without it RETREEVER_DATA, or the default `retreever data list` shows."""
     device: str = "auto"
@@ -31,7 +31,7 @@ class Where:
     at_once: int = 16
     """Runs that train side by side on a GPU; on a CPU they go one after another."""
     resume: bool = False
-    """Go on with runs that were stopped."""
+    """Resume runs that were stopped."""
     overwrite: bool = False
     """Replace runs of the same name."""
     tensorboard: bool = False
@@ -40,7 +40,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Launch:
-    """Train a recipe: what all tasks share. Settings given by hand win over --quick, which wins over --preset."""
+    """Arguments of all tasks. Settings given by hand override --quick, which overrides --preset."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     search: SearchSettings = field(default_factory=SearchSettings)
@@ -49,7 +49,7 @@ class Launch:
     preset: Preset = "default"
     """This library's choices, or those of the paper's public code (its optimiser settings too)."""
     quick: bool = False
-    """A small model and few steps, for a look within a minute on a CPU."""
+    """A small model and few steps: about a minute on a CPU."""
     seeds: tuple[int, ...] = ()
     """Seeds of weights, data and sampled paths, one run each, side by side on a GPU; none means --seed alone."""
 
@@ -64,7 +64,7 @@ class Launch:
         train(self.recipes(), self.where)
 
     def recipes(self) -> list[Recipe]:
-        """One for each seed."""
+        """One recipe for each seed."""
         task: Any = self.task  # type: ignore[attr-defined]
         recipe = Recipe(task, self.model, self.search, self.train, self.preset, self.quick).resolved()
         return [recipe.changed(seed=seed) for seed in self.seeds or (self.train.seed,)]
@@ -73,8 +73,8 @@ class Launch:
 def train_commands(words: Sequence[str]) -> Any:
     """The union of all `retreever train` commands, one per task.
 
-    Their defaults are those that --preset and --quick among `words` ask for, so that what else is given overrides them,
-    and --help shows what would run.
+    Their defaults are those of --preset and --quick in `words`, so that other arguments override them, and --help shows
+    the settings that would run.
     """
     preset, quick = asked_preset(words), "--quick" in words
     union: Any = None
@@ -91,10 +91,10 @@ def train_commands(words: Sequence[str]) -> Any:
 
 
 def asked_preset(words: Sequence[str]) -> Preset:
-    """The preset that the words of a command line name; a wrong one is refused when they are parsed."""
-    said = [after for word, after in pairwise([*words, ""]) if word == "--preset"]
-    said += [word.partition("=")[2] for word in words if word.startswith("--preset=")]
-    return next((preset for preset in PRESETS if preset in said), "default")
+    """The preset in the words of a command line; an unknown one is refused when they are parsed."""
+    values = [after for word, after in pairwise([*words, ""]) if word == "--preset"]
+    values += [word.partition("=")[2] for word in words if word.startswith("--preset=")]
+    return next((preset for preset in PRESETS if preset in values), "default")
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class EvaluateRun:
     model: Literal["trained", "oracle"] = "trained"
     """oracle is the exact posterior of a Gaussian process that knows its hyperparameters."""
     kernel: Literal["rbf", "matern", "periodic"] = "rbf"
-    """Of the oracle."""
+    """Kernel of the oracle."""
 
     oracles: ClassVar[tuple[str, ...]] = ("gp",)
 
     def run(self) -> int:
-        """Print the scores; returns 0, as nothing is compared."""
+        """Print the scores; returns 0."""
         from retreever.lab.recipes.command import evaluate_oracle, evaluate_run
 
         if self.what is None:

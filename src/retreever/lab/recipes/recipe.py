@@ -1,6 +1,6 @@
-"""A recipe: a task, a model, a search and how they are trained, put together from a config of each. Free of torch.
+"""A recipe: settings of a task, a model, its search and its training. Does not import torch.
 
-In files and on the command line a recipe is flat: every setting has a name of its own.
+In files and on the command line a recipe is flat: every setting has its own name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from retreever.lab.recipes.models import ModelSettings, SearchSettings, check_mo
 from retreever.lab.recipes.tasks import TASKS, TaskSettings
 from retreever.train.config import TrainConfig
 
-if TYPE_CHECKING:  # torch is loaded only once there is work to do
+if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
 FORMAT = 2  # of config.json; version 0.1 wrote no number
@@ -25,7 +25,7 @@ PRESETS: tuple[Preset, ...] = ("default", "paper")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run. `make_recipe` makes one; `seed`s of it differ in nothing else."""
+    """All settings of one run; made by `make_recipe`."""
 
     task: TaskSettings
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -40,7 +40,7 @@ class Recipe:
         check_bool("quick", self.quick)
 
     def resolved(self) -> Recipe:
-        """With the form of residuals that "auto" means for the model."""
+        """The recipe with `residual` "auto" replaced by the form for its model."""
         if self.model.residual != "auto":
             return self
         residual: Any = "pre" if self.model.model == "perceiver-io" else "normalised"
@@ -48,7 +48,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """Of the run's folder: what differs from the recipe's defaults."""
+        """Name of the run's folder: task, model, seed and settings that differ from the defaults."""
         variant = model_mark(self.model, self.search, DEFAULTS[self.task.name].get("order", "kd"))
         special = ["paper"] * (self.preset == "paper") + ["quick"] * self.quick
         marks = [self.task.name, self.task.mark, variant, *special, f"seed{self.train.seed}"]
@@ -60,7 +60,7 @@ class Recipe:
         return make_model(self.model, self.search, self.task.model_fields, self.task.context, paper)
 
     def changed(self, **given: Any) -> Recipe:
-        """The same with some settings changed, by their names."""
+        """The recipe with some settings changed, by their names."""
         _check_known(self.task.name, given)
         parts: dict[str, Any] = {name: getattr(self, name) for name in _parts(self.task.name)}
         return replace(self, **{name: replace(part, **_fields(part, given)) for name, part in parts.items()})
@@ -74,12 +74,12 @@ class Recipe:
 
 
 def make_recipe(task: str, preset: Preset = "default", quick: bool = False, **given: Any) -> Recipe:
-    """The recipe of `task`: its defaults, changed by `preset` and `quick`, changed by what is given."""
+    """The recipe of `task`: its defaults, changed by `preset` and `quick`, then by the settings in `given`."""
     return compose(task, preset, quick, given).resolved()
 
 
 def compose(task: str, preset: Preset, quick: bool, given: dict[str, Any]) -> Recipe:
-    """`make_recipe` with "auto" left as it is, for the command line, where the model is yet to be named."""
+    """`make_recipe` without resolving "auto": the command line parses the model after its defaults are made."""
     check_choice("task", task, tuple(TASKS))
     check_choice("preset", preset, PRESETS)
     _check_known(task, given)
@@ -89,7 +89,7 @@ def compose(task: str, preset: Preset, quick: bool, given: dict[str, Any]) -> Re
 
 
 def recipe_from_json(saved: dict[str, Any]) -> Recipe:
-    """The recipe in the config.json of a run; that of version 0.1 has no format and lacks some settings."""
+    """The recipe in the config.json of a run; in version 0.1 it had no format and lacked some settings."""
     task = saved.get("task")
     if not isinstance(task, str) or task not in TASKS:
         raise ConfigError(f"config.json: expected a task of {', '.join(TASKS)}, got {task!r}")

@@ -1,4 +1,4 @@
-"""The tasks of the recipes: what can be set about each, and how it is made. Free of torch until one is made."""
+"""Tasks of the recipes: their settings, and how they are made. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Sizes = Literal["each", "batch"]
 
 @dataclass(frozen=True)
 class TaskSettings(ABC):
-    """What all tasks have."""
+    """Settings of a task."""
 
     name: ClassVar[str]
     metric: ClassVar[str] = "log-likelihood"
     models: ClassVar[tuple[str, ...]] = POINT_MODELS
-    model_fields: ClassVar[dict[str, Any]]  # what the task settles about models
+    model_fields: ClassVar[dict[str, Any]]  # settings of models that follow from the task
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """The largest context, as the paper counts: its token percentages refer to it."""
+        """The largest context, to which the paper's token percentages refer."""
 
     @property
     def mark(self) -> str:
-        """The part of a run's name that tells variants of the task apart."""
+        """The part of a run's name that identifies a variant of the task."""
         return ""
 
     @abstractmethod
     def make(self, data: Path | None, preset: str = "default") -> Any:
-        """The task, to train on and to steer by."""
+        """The task for training and validation."""
 
     def make_tests(self, data: Path | None) -> dict[str, Any]:
-        """What a trained model is tested on, the main test first."""
+        """Tasks a trained model is tested on, the main test first."""
         return {"test": self.make(data)}
 
 
@@ -73,7 +73,7 @@ class GPSettings(TaskSettings):
     """Functions drawn from Gaussian processes (paper, section 4.2.1)."""
 
     kernel: Literal["rbf", "matern", "periodic"] = "rbf"
-    """Of the functions trained on."""
+    """Kernel of the functions trained on."""
     ranges: Literal["code", "paper"] = "code"
     """Length-scales as in the code behind the paper's numbers, or as printed in the paper."""
     sizes: Sizes = "each"
@@ -159,7 +159,7 @@ class CelebASettings(TaskSettings):
 
 @dataclass(frozen=True)
 class ActivitySettings(TaskSettings):
-    """Windows of four body tags' positions: which activity, at each of 50 moments (paper, section 4.2.3)."""
+    """Human Activity: which activity, at each of 50 time points, from four body tags (paper, section 4.2.3)."""
 
     split: Literal["paper", "recording"] = "paper"
     """The paper's split, which leaks, or one that shares no recording."""

@@ -1,4 +1,4 @@
-"""`aggregate`: the inner nodes of a tree by a fused kernel, where one can; the plain way is in `tree.build`."""
+"""`aggregate`: computes the inner nodes of a tree with a fused kernel; `tree.build` has the plain version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDEST, MOST_CHILDREN, NARROWEST_HEAD = 128, 16, 16
 
 
 def aggregates(plan: TreePlan, weights: LayerWeights, leaves: Float[Tensor, "b leaves d"]) -> bool:
-    """Whether the kernel can summarise these leaves: without gradients, in sizes that fill tensor-core tiles."""
+    """Whether the kernel can run on these leaves: no gradients, and sizes that fill tensor-core tiles."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return False
     dim = leaves.shape[2]

@@ -1,9 +1,9 @@
 """Triton kernel of the paper's aggregator: a transformer layer among siblings, then their mean, level by level.
 
-Inference only. In plain torch a level costs some twenty launches, and a tree of 256 tokens has seven levels that must
-wait for one another; here a level is at most one launch, and only children, weights and parents touch memory.
-A program holds the children of some parents as rows of one tile. Attention is done for all rows at once and masked so
-that a row sees its own siblings only: tiles are small, and the tensor cores make the waste free.
+Inference only. In plain torch a level costs about twenty launches, and a tree of 256 tokens has seven levels, computed
+one after the other. Here a level is at most one launch, and memory traffic is children, weights and parents alone.
+A program holds the children of some parents as rows of one tile. It computes attention for all rows at once, masked so
+that a row sees its own siblings only: tiles are small, and on tensor cores the masked products cost no time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,7 +36,7 @@ def summarise(
     CHILDREN: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr,
     PRE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Parents first .. first + count - 1, counted over the batch, from their children.
+    """Compute parents first .. first + count - 1, counted over the batch, from their children.
 
     In every row of the batch parents lie from row `first_parent` of `nodes` on, children from row `first_child` on.
     """
@@ -54,7 +54,7 @@ def summarise(
     x = tl.load(where, mask=inside[:, None], other=0.0).to(tl.float32)
     normed = normalise(x, tl.load(norm_w + column), tl.load(norm_b + column), D)
     context = normed if PRE else x
-    # A row sees its real siblings; where all are padding it sees itself, and the result is dropped in the end.
+    # A row sees its real siblings; where all are padding it sees itself, and the mean below drops the result.
     sees = (row[:, None] // CHILDREN == row[None, :] // CHILDREN) & real[None, :]
     sees = sees | (row[:, None] == row[None, :])
     head = tl.arange(0, E)
@@ -94,7 +94,7 @@ def aggregate_up(
     CHILDREN: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr,
     PRE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """`count` parents per program, and `steps` levels up: each program alone needs what it makes for the next level."""
+    """Compute `count` parents per program and their ancestors, `steps` levels in all; programs are independent."""
     first = tl.program_id(0).to(tl.int64) * count
     for _ in range(steps):
         summarise(
@@ -102,11 +102,9 @@ def aggregate_up(
             norm_w, norm_b, q_w, kv_w, out_w, out_b, feed_w, feed_b, up_w, up_b, down_w, down_b,
             CHILDREN, HEADS, D, HIDDEN, PRE, SCALE, PRECISION, ROWS,
         )  # fmt: skip
-        tl.debug_barrier()  # the next level reads what other threads of this program have just written
-        first, count, total_parents, parents = (
-            first // CHILDREN,
-            count // CHILDREN,
-            total_parents // CHILDREN,
-            parents // CHILDREN,
-        )
+        tl.debug_barrier()  # the next level reads what other threads of this program wrote
+        first = first // CHILDREN
+        count = count // CHILDREN
+        total_parents = total_parents // CHILDREN
+        parents = parents // CHILDREN
         first_child, first_parent = first_parent, first_parent - parents

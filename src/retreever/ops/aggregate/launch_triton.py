@@ -1,4 +1,4 @@
-"""How the aggregation kernel is launched: levels from the leaves up, several at once where they are short."""
+"""Launches of the aggregation kernel: one per level from the leaves up, one for several short levels."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from retreever.ops.aggregate.weights import LayerWeights
 from retreever.ops.launching_triton import on_device_of, precision
 from retreever.tree.plan import TreePlan, tree_depth
 
-# Rows of a tile on long levels and on short ones, and the number of parents up to which a level is short: there the
-# time is that of one program, not of the GPU.
+# Rows of a tile on long levels and on short ones, and the number of parents up to which a level is short: a short level
+# takes the time of one program, since it does not fill the GPU.
 ROWS, SHORT_ROWS, SHORT = 64, 32, 4096
 
 
 def aggregate_triton(nodes: Tensor, mask: Tensor | None, plan: TreePlan, weights: LayerWeights) -> None:
-    """Fill all inner levels of `nodes` (b, t, d), whose leaves are already in place, in place.
+    """Write all inner levels of `nodes` (b, t, d) in place; its leaves are already written.
 
     Long levels are a launch each. Once a level is too short to keep a GPU busy, a launch climbs as many levels as its
-    programs can without waiting for one another.
+    programs can compute independently.
     """
     level, children, first_child = plan.depth, plan.block, plan.leaf_offset
     while level:
@@ -32,7 +32,7 @@ def aggregate_triton(nodes: Tensor, mask: Tensor | None, plan: TreePlan, weights
 
 
 def climb(rows: int, children: int) -> int:
-    """How many levels a tile of `rows` rows can climb: rows hold children^climb nodes of one subtree."""
+    """Number of levels a tile of `rows` rows can climb: the largest c with children^c <= rows."""
     return tree_depth(rows + 1, children)
 
 
@@ -40,12 +40,12 @@ def _launch(
     nodes: Tensor,
     mask: Tensor | None,
     weights: LayerWeights,
-    where: tuple[int, int, int],
+    level: tuple[int, int, int],
     children: int,
     rows: int,
     steps: int,
 ) -> None:
-    first_child, first_parent, parents = where
+    first_child, first_parent, parents = level
     total_parents = nodes.shape[0] * parents
     count = rows // children if steps == 1 else children ** (climb(rows, children) - 1)
     dim = nodes.shape[2]

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class LayerWeights(NamedTuple):
-    """A self-attention layer without projection biases: norm, attention, norm, gated feed-forward.
+    """Weights of a self-attention layer without projection biases: norm, attention, norm, gated feed-forward.
 
-    `pre` says that residuals go around the norms; otherwise they start from the normalised input and keys and values
-    are those of the raw input.
+    With `pre`, residuals add to the raw input: x + f(LN x). Otherwise they add to the normalised input, LN x + f(LN x),
+    and keys and values come from the raw input.
     """
 
     norm: Tensor

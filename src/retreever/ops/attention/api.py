@@ -1,7 +1,7 @@
 """`attention`: softmax attention of queries over tokens.
 
-A kernel of our own trains on CUDA; torch does the rest. The reference is written out: any dtype and device, second
-derivatives, torch.func.
+Training on CUDA runs our Triton kernel, everything else torch's attention. The reference is two matrix products: any
+dtype and device, second derivatives, torch.func.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from retreever.ops.backend import Impl, choose, transformed
 
-# Up to this many query-key pairs per row, sums of products beat attention made for long sequences.
+# Up to this many query-key pairs per row, sums of products are faster than attention kernels for long sequences.
 FEW = 16
-WIDEST = 128  # head of the kernel
+WIDEST = 128  # largest head width of the kernel
 
 
 def attention(
@@ -28,7 +28,7 @@ def attention(
     dropout: float = 0.0,
     impl: Impl = "auto",
 ) -> Float[Tensor, "b m h e"]:
-    """Attention over the real tokens of every row; a row without any gives NaN, as torch's does."""
+    """Attention over the real tokens of every row; a row without any gives NaN, as in torch."""
     if q.shape[1] * keys.shape[1] <= FEW:
         return attend_few(q, keys, values, mask, dropout)
     if impl == "reference":
@@ -37,15 +37,15 @@ def attention(
         from retreever.ops.attention.launch_triton import attention_triton
 
         return attention_triton(q, keys, values, mask)
-    shown = None if mask is None else mask[:, None, None, :]
+    attn_mask = None if mask is None else mask[:, None, None, :]
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=shown, dropout_p=dropout
+        q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=attn_mask, dropout_p=dropout
     )
     return out.transpose(1, 2)
 
 
 def _trains(q: Tensor, keys: Tensor, values: Tensor, dropout: float) -> bool:
-    """Whether the kernel is for this call: a gradient is wanted, and there is no dropout to draw."""
+    """Whether the training kernel can run: some input requires a gradient, and there is no dropout."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad or values.requires_grad)
     return (
         wanted

@@ -1,7 +1,7 @@
 """Triton kernels of softmax attention and its gradients, for training on CUDA: masks, narrow heads, any lengths.
 
-torch's kernels take masks only in the one that runs in float32 without tensor cores; this one reads a mask of real
-tokens and multiplies in tf32 (float32 in three passes where full precision is asked for) or half precision.
+Of torch's kernels only the one that runs in float32 without tensor cores takes masks. These read a mask of real tokens
+and multiply in tf32 (in three passes where float32 precision is requested) or half precision.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def rows_of(base, index, count, stride, E: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `index` of a matrix of `count` rows, zeros beyond."""
+    """Rows `index` of a matrix of `count` rows; zeros where `index` >= `count`."""
     column = tl.arange(0, WIDTH)
     inside = (index < count)[:, None] & (column < E)[None, :]
     return tl.load(base + index[:, None] * stride + column[None, :], mask=inside, other=0.0)
@@ -39,7 +39,7 @@ def attend(
     E: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head over all keys, by an online softmax."""
+    """Attention of one tile of queries of one head over all keys, by an online softmax."""
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     query = tl.program_id(0) * BM + tl.arange(0, BM)
     queries = rows_of(q + batch * qb + head * qh, query, m, qm, E, WIDTH)
@@ -70,7 +70,7 @@ def query_gradient(
     E: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries; leaves delta = sum(grad * out) for the gradients of keys and values."""
+    """Gradient of one tile of queries; also stores delta = sum(grad * out), which `key_value_gradient` reads."""
     batch, head = tl.program_id(1).to(tl.int64) // heads, tl.program_id(1) % heads
     query = tl.program_id(0) * BM + tl.arange(0, BM)
     queries = rows_of(q + batch * qb + head * qh, query, m, qm, E, WIDTH)
@@ -115,7 +115,7 @@ def key_value_gradient(
         queries = rows_of(q + batch * qb + head * qh, query, m, qm, E, WIDTH)
         g = rows_of(grad + corner, query, m, heads * E, E, WIDTH)
         row = (batch * heads + head) * m + query
-        whole = tl.load(lse + row, mask=query < m, other=float("inf"))  # beyond the last query nothing counts
+        whole = tl.load(lse + row, mask=query < m, other=float("inf"))  # weight 0 beyond the last query
         level = tl.load(delta + row, mask=query < m, other=0.0)
         s = scores_of(queries, keys, mask, batch, mask_stride, key, n, scale, HAS_MASK, PRECISION)
         p = tl.exp2(s - whole[:, None])

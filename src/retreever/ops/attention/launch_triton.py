@@ -1,4 +1,4 @@
-"""Softmax attention with gradients on CUDA tensors: custom operators, and how the Triton kernels are launched."""
+"""Softmax attention with gradients on CUDA tensors: custom operators that launch the Triton kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attention_triton(
 
 @torch.library.custom_op("retreever::attention_triton", mutates_args=())
 def _forward(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One launch; the second result is the log of every query's sum, which the gradients need."""
+    """Output, and the log-sum-exp of every query and head, which the gradients need."""
     q, keys, values, mask = _dense(q, keys, values, mask)
     b, m, h, _ = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -44,7 +44,7 @@ def _(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Ten
 def _backward(
     grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two launches: queries, then keys and values."""
+    """Gradients of q, keys and values, in two launches."""
     q, keys, values, mask = _dense(q, keys, values, mask)
     b, m, h, _ = q.shape
     grad, out, delta = grad.contiguous(), out.contiguous(), torch.empty_like(lse)
@@ -76,7 +76,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 def _dense(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The kernels need the last axis of each tensor dense."""
+    """The tensors with their last axis dense, as the kernels need it."""
     return tuple(x if x is None or x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 

@@ -1,4 +1,4 @@
-"""`tree_attention`: checks its arguments, runs the backend and returns one fixed structure."""
+"""`tree_attention` and `full_attention`: check their arguments, then run the chosen backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Search = Callable[[SearchInputs], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 class TreeAttention(NamedTuple):
-    """What one pass down the tree gives for every query."""
+    """Result of one pass down the tree, for every query."""
 
     output: Float[Tensor, "b m h e"]
     path: Int[Tensor, "b m"]
@@ -40,7 +40,7 @@ def tree_attention(
     choices: Int[Tensor, "b m depth"] | None = None,
     impl: Impl = "auto",
 ) -> TreeAttention:
-    """Walk one path from the root to a leaf block per query and attend to what the path rejects and where it ends.
+    """Walk one path from the root to a leaf block per query; attend to the rejected siblings and to that leaf block.
 
     At every level the policy over the children is the head mean of their attention weights; the child not taken joins
     the selected set, and so do all leaves of the block the path ends in (paper, Algorithm 1). Policy and cross
@@ -51,7 +51,7 @@ def tree_attention(
         keys: projected keys of all nodes, laid out as `plan` says.
         values: projected values of all nodes.
         plan: shape of the tree.
-        node_mask: True where a node stands for at least one real token; None means all are real. A masked node has
+        node_mask: True where a node covers at least one real token; None means all are real. A masked node has
             probability 0, weight 0 and gradient 0, whatever it holds. The first level must have a real node in every
             row.
         noise: uniforms in [0, 1), one per decision, turned into a choice by inverse CDF over the policy: the same noise
@@ -59,7 +59,7 @@ def tree_attention(
         choices: the child to take at each decision, whatever its probability; -1, and children that are padding, leave
             the decision to the policy.
         impl: the backend. "auto" takes triton on CUDA and numba on the CPU where they can run, else plain torch
-            ("reference"); a named one that cannot run raises `BackendError`, it never falls back.
+            ("reference"); a named one that cannot run raises `BackendError`.
 
     Returns:
         output, path (the leaf block reached), log_prob and entropy of the path (summed over its decisions).
@@ -83,7 +83,7 @@ def full_attention(
     inputs = SearchInputs(q, keys, values, plan, node_mask)
     if not _fits(inputs):
         _explain(inputs)
-    if node_mask is not None:  # whatever padding holds: 0 * NaN would be NaN
+    if node_mask is not None:  # padding may hold NaN, and 0 * NaN is NaN
         keys, values = (nodes.masked_fill(~node_mask[..., None, None], 0) for nodes in (keys, values))
     return read_leaves(q, keys, values, plan, node_mask, impl)
 
@@ -108,7 +108,7 @@ _BACKENDS: dict[Impl, Search] = {"reference": search_reference}
 
 
 def _load(name: Impl) -> Search:
-    """Kernels are imported when first used."""
+    """Import the kernels of a backend; called when it is first used."""
     if name == "triton":
         from retreever.ops.search.launch_triton import search_triton
 
@@ -121,7 +121,7 @@ def _load(name: Impl) -> Search:
 
 
 def _fits(inputs: SearchInputs) -> bool:
-    """All checks at once, as cheap as they can be; only where they fail is the reason looked for."""
+    """Whether all arguments fit together, checked quickly; `_explain` finds the reason when they do not."""
     q, keys, values, plan, node_mask, noise, choices = inputs
     try:
         b, m, h, e = q.shape
@@ -132,20 +132,20 @@ def _fits(inputs: SearchInputs) -> bool:
             and dtype == keys.dtype == values.dtype
             and dtype.is_floating_point
             and ((q.is_cpu and keys.is_cpu and values.is_cpu) or keys.device == values.device == q.device)
-            and (node_mask is None or (_lies_like(node_mask, shape[:2], q) and node_mask.dtype is _BOOL))
-            and (noise is None or (_lies_like(noise, decisions, q) and noise.dtype.is_floating_point))
-            and (choices is None or (_lies_like(choices, decisions, q) and choices.dtype is _INT64))
+            and (node_mask is None or (_matches(node_mask, shape[:2], q) and node_mask.dtype is _BOOL))
+            and (noise is None or (_matches(noise, decisions, q) and noise.dtype.is_floating_point))
+            and (choices is None or (_matches(choices, decisions, q) and choices.dtype is _INT64))
         )
-    except (AttributeError, ValueError):  # no tensors, no plan, or other than four axes
+    except (AttributeError, ValueError):  # not tensors, not a plan, or not four axes
         return False
 
 
-def _lies_like(tensor: Tensor, shape: tuple[int, ...], q: Tensor) -> bool:
+def _matches(tensor: Tensor, shape: tuple[int, ...], q: Tensor) -> bool:
     return isinstance(tensor, Tensor) and tensor.shape == shape and tensor.device == q.device
 
 
 def _explain(inputs: SearchInputs) -> None:
-    """Raise the `InputError` that names what does not fit."""
+    """Raise the `InputError` that names the argument that does not fit."""
     q, keys, values, plan, node_mask, noise, choices = inputs
     if not isinstance(plan, TreePlan):
         reject("plan", "a TreePlan", type(plan).__name__)
@@ -166,4 +166,4 @@ def _explain(inputs: SearchInputs) -> None:
         check_float("noise", noise)
     if choices is not None and choices.dtype != _INT64:
         reject("choices", "dtype torch.int64", choices.dtype)
-    raise AssertionError("the quick check refused what every single check accepts")
+    raise AssertionError("_fits refused arguments that every check of _explain accepts")

@@ -1,7 +1,7 @@
 """Triton kernels of the gradients of tree attention: of the queries along their paths, and of the nodes.
 
-Letters and layout are those of `triton_kernels`. There are no atomics: the queries are sorted by path, so those that
-passed a node lie side by side, and one program sums them in a fixed order. Gradients are the same bits in every run.
+Letters and layout are those of `forward_triton`. There are no atomics: the queries are sorted by path, so those that
+passed a node are adjacent, and one program sums them in a fixed order. Gradients are the same bits in every run.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -26,9 +26,9 @@ from retreever.ops.search.forward_triton import (
 @triton.jit
 def policy_gradient(weights, taken, d_log_prob, d_entropy, HEADS: tl.constexpr, H: tl.constexpr,
                  TINY: tl.constexpr = 1.1754943508222875e-38):  # fmt: skip
-    """(M, C): derivative of the loss by the policy, from the log-probability of the path and from its entropy."""
+    """(M, C): gradient of the loss with respect to the policy, through the path's log-probability and entropy."""
     policy = head_mean(weights, HEADS, H)
-    normal = policy >= TINY  # below, the clamp of the logarithm cuts the gradient
+    normal = policy >= TINY  # below TINY the clamped logarithm has gradient 0
     by_log_prob = tl.where(taken & normal, d_log_prob[:, None] / tl.maximum(policy, TINY), 0.0)
     return by_log_prob - d_entropy[:, None] * (log_policy(policy) + normal.to(tl.float32))
 
@@ -36,7 +36,7 @@ def policy_gradient(weights, taken, d_log_prob, d_entropy, HEADS: tl.constexpr, 
 @triton.jit
 def score_gradient(scores, by_value, lse, delta, taken, level_lse, mean_gradient, d_log_prob, d_entropy,
                 HEADS: tl.constexpr, H: tl.constexpr):  # fmt: skip
-    """(M, C, H) attention weights of the children that joined, and the derivative of the loss by their scores."""
+    """(M, C, H): attention weights of the children (0 for the one taken), and gradients of the loss in their scores."""
     joined = tl.where(taken[:, :, None], 0.0, tl.exp(scores - lse[:, None]))
     weights = tl.exp(scores - level_lse[:, None])
     d_policy = policy_gradient(weights, taken, d_log_prob, d_entropy, HEADS, H)
@@ -54,8 +54,8 @@ def query_gradient(
 ):  # fmt: skip
     """Gradient of M queries along their known paths, leaves first.
 
-    Also writes what `node_gradient` needs of every query: delta (its output times the gradient of it, per head) and per
-    level the softmax normaliser and the mean gradient.
+    Also writes, for `node_gradient`: delta of every query (output times output gradient, summed per head) and, per
+    level, the softmax normaliser and the mean gradient.
     """
     index, live, batch, q_tile, key_base, value_base = load_queries(
         q, keys, values, queries, m, q_batch, q_row, key_batch, value_batch, UNIT, HEADS, WIDTH, Q_HEAD, M, H, E
@@ -110,7 +110,7 @@ def query_gradient(
 
 @triton.jit
 def span_of(parent, inner, depth, K: tl.constexpr):
-    """First leaf block under `parent`, how many there are, and the level of the parent (the root has level 0)."""
+    """First leaf block under `parent`, the number of leaf blocks, and the level of `parent` (the root has level 0)."""
     low, high, level = parent, parent, depth
     for _ in range(depth):
         above = low < inner
@@ -133,14 +133,14 @@ def walk(
         live = rank < end
         lives = live[:, None]
         head_live = lives & (heads < HEADS)
-        away = tl.load(paths + rank, mask=live, other=0) - first_path  # which leaf block of those under the parent
+        away = tl.load(paths + rank, mask=live, other=0) - first_path  # index among the leaf blocks under the parent
         place = tl.load(order + rank, mask=live, other=0)
         index = batch * m + place
         q_tile = tile(q, (place * q_row)[:, None], lives, Q_HEAD, HEADS, WIDTH, H, E) * (WIDTH**-0.5)
         d_out = tile(d_output, (index * (HEADS * WIDTH))[:, None], lives, WIDTH, HEADS, WIDTH, H, E)
         head_lse = tl.load(lse + index[:, None] * HEADS + heads, mask=head_live, other=0.0)
         head_delta = tl.load(delta + index[:, None] * HEADS + heads, mask=head_live, other=0.0)
-        decides = rank < tl.where(level < depth, end, start)  # none: leaves are not chosen among
+        decides = rank < tl.where(level < depth, end, start)  # none at leaves: the policy does not choose among them
         stat = stats + ((index * depth + level) * (2 * HEADS))[:, None] + heads
         # Where there is no decision the normaliser is +inf: the weights of the policy and their gradients become 0.
         level_lse = tl.load(stat, mask=decides[:, None] & (heads < HEADS), other=float("inf"))
@@ -172,25 +172,25 @@ def node_gradient(
     the partial sums in order, and writes the result. So no sum is long, and all are taken in a fixed order.
     """
     program = tl.program_id(0)
-    inner = leaf_offset // K  # parents whose children are no leaves; their programs come first, they have most to do
+    inner = leaf_offset // K  # parents whose children are not leaves; their programs have most work and come first
     if PARTS:
         pieces, ahead = tl.cdiv(widest, C), 0
     else:
         ahead = inner * tl.cdiv(K, C) * b
         pieces = tl.where(program < ahead, tl.cdiv(K, C), tl.cdiv(block, C))
         ahead = tl.where(program < ahead, 0, ahead)
-    group = (program - ahead) // pieces
+    place = (program - ahead) // pieces
     child = (program - ahead) % pieces * C + tl.arange(0, C)[None, :]
-    batch = (group % b).to(tl.int64)
-    group = group // b
+    batch = (place % b).to(tl.int64)
+    place = place // b  # of the parent, or of the level and cut with PARTS
     paths, order = paths + batch * m, order + batch * m
     if PARTS:
-        cut = group % cuts + 1
+        cut = place % cuts + 1
         parent = tl.load(paths + cut * LENGTH).to(tl.int32) + inner
-        for _ in range(depth - group // cuts):
+        for _ in range(depth - place // cuts):
             parent = (parent - 1) // K
     else:
-        parent = group + tl.where(ahead > 0, inner, 0)
+        parent = place + tl.where(ahead > 0, inner, 0)
     first_path, span, level = span_of(parent, inner, depth, K)
     starts += batch * (inner * (K - 1) + 2) + first_path  # there are inner * (K - 1) + 1 leaf blocks
     begin, end = tl.load(starts), tl.load(starts + span)

@@ -1,4 +1,4 @@
-"""The forward walk of tree attention, compiled, over tiles of up to sixteen queries; parts are shared with backward.
+"""Numba kernel of the forward pass of tree attention, over tiles of up to sixteen queries; backward shares its parts.
 
 Dot products run along the width of one head of one node. Everything between them (softmax, policy, choice, entropy)
 runs across the tile: in a row of scores, lane h * queries + i belongs to head h of query i, so a small tile fills few
@@ -50,7 +50,7 @@ def leaves(branch, depth):
 
 @part
 def rows_of(tile, rows, first, children, start, nodes):
-    """Note which nodes come next: `children` per query, side by side, from row start + children * nodes[i] on."""
+    """Write to `rows` the next nodes: `children` per query, side by side, from row start + children * nodes[i] on."""
     for c in range(children):
         for i in range(tile.queries):
             rows[(first + c) * LANES + i] = start + children * nodes[i] + c
@@ -81,7 +81,7 @@ def score(tile, scores, rows, first, stop, q, nodes, strides, scale):
 
 @part
 def hide(tile, scores, rows, first, stop, mask):
-    """Padding gets score -inf, and its row becomes that of a real node: no weight meets what it may hold, say NaN."""
+    """Set the score of padding to -inf and its row to that of a real node, since padding may hold NaN."""
     for i in range(tile.queries):
         real_row = rows[first * LANES + i]
         for r in range(first, stop):
@@ -96,7 +96,7 @@ def hide(tile, scores, rows, first, stop, mask):
 
 @part
 def softmax(tile, scores, weights, first, children, real):
-    """Weights of the children of a node, each head for itself."""
+    """Attention weights among the children of a node, per head."""
     for g in range(0, tile.stride, LANES):
         top = load(scores, first * tile.stride + g)
         for c in range(first + 1, first + children):
@@ -113,7 +113,7 @@ def softmax(tile, scores, weights, first, children, real):
 
 @part
 def policy(tile, weights, c, real):
-    """Probability of child c: the mean of its weight over the heads. And its logarithm, finite at 0."""
+    """Probability of child c (the mean of its weight over the heads), and its logarithm, clamped to be finite at 0."""
     mass = load(weights, c * tile.stride)
     for h in range(1, tile.heads):
         mass = mass + load(weights, c * tile.stride + h * tile.queries)
@@ -123,13 +123,13 @@ def policy(tile, weights, c, real):
 
 @part
 def _choose(tile, scores, weights, logs, first, uniform, noisy, forced, children, real):
-    """The child each query descends into, its log probability, and the entropy of the choice.
+    """The child each query descends into, its log probability, and the entropy of the policy.
 
-    It is the first maximum or, if `noisy`, found by inverse CDF; or `forced`, where that is a real child.
+    The child is `forced` where that is a real child; else the first most likely one or, if `noisy`, by inverse CDF.
     """
     zero, one = splat(0.0, real), splat(1.0, real)
     best, pick, index, entropy = zero, zero, zero, zero
-    below, passed = zero, zero  # CDF so far; number of children it leaves below the uniform
+    below, passed = zero, zero  # CDF so far; number of children whose CDF does not exceed the uniform
     for c in range(children):
         probability, log_policy = policy(tile, weights, c, real)
         store(logs, c * LANES, log_policy)
@@ -143,10 +143,10 @@ def _choose(tile, scores, weights, logs, first, uniform, noisy, forced, children
             best = larger(probability, best)
         index = index + one
     if noisy:
-        pick = where_less(passed, pick, passed, pick)  # rounding at the end of the CDF stays on a real child
+        pick = where_less(passed, pick, passed, pick)  # a uniform above the rounded CDF takes the last real child
     index, lowest = zero, splat(-np.inf, real)
     for c in range(children):
-        is_real = where_less(lowest, load(scores, (first + c) * tile.stride), index, pick)  # seen by the first head
+        is_real = where_less(lowest, load(scores, (first + c) * tile.stride), index, pick)  # of the first head
         pick = where_equal(forced, index, is_real, pick)
         index = index + one
     log_prob, index = zero, zero
@@ -158,14 +158,14 @@ def _choose(tile, scores, weights, logs, first, uniform, noisy, forced, children
 
 @part
 def spread(tile, row, at, per_query):
-    """Repeat one number per query for every head, from row[at] on: what a store spills over, the next overwrites."""
+    """Repeat one number per query for every head, from row[at] on; each store overwrites the excess of the last."""
     for h in range(tile.heads):
         store(row, at + h * tile.queries, per_query)
 
 
 @part
 def _descend(tile, scores, rows, picks, nodes, first, children, real):
-    """The chosen child leaves the selected set: the last one takes its slot, the next level follows on."""
+    """Remove the chosen child from the selected set (the last child takes its slot) and descend into it."""
     last = first + children - 1
     index = splat(0.0, real)
     for c in range(first, last):
@@ -181,7 +181,7 @@ def _descend(tile, scores, rows, picks, nodes, first, children, real):
 
 @part
 def _weigh(tile, scores, selected, lse, real):
-    """Scores of the selected set to weights, and their log-sum-exp."""
+    """Replace the scores of the selected set by attention weights; write their log-sum-exp to `lse`."""
     for g in range(0, tile.stride, LANES):
         top = load(scores, g)
         for r in range(1, selected):
@@ -192,7 +192,7 @@ def _weigh(tile, scores, selected, lse, real):
             mass = mass + weight
             store(scores, r * tile.stride + g, weight)
         norm = splat(1.0, real) / mass
-        for r in range(selected):  # before values are added up: a sum of large ones must not overflow on the way
+        for r in range(selected):  # before the sum over values, which could overflow with unnormalised weights
             store(scores, r * tile.stride + g, load(scores, r * tile.stride + g) * norm)
         store(lse, g, top + log(mass))
 
@@ -204,7 +204,9 @@ def read(tile, weights, rows, selected, nodes, strides, output, real):
         for h in range(tile.heads):
             lane = h * tile.queries + i
             for x in range(0, tile.width, LANES):
-                at, to, rest = h * strides[2] + x, (i * tile.heads + h) * tile.width + x, tile.width - x
+                at = h * strides[2] + x
+                to = (i * tile.heads + h) * tile.width + x
+                rest = tile.width - x
                 acc = splat(0.0, real)
                 if rest >= LANES:
                     for r in range(selected):
@@ -222,9 +224,11 @@ def read(tile, weights, rows, selected, nodes, strides, output, real):
 def _forward(tensors, key_strides, value_strides, sizes, items, turns, real, scratch):
     q, keys, values, mask, noise, choices, output, path, log_prob, entropy, lse = tensors
     m, heads, width, branch, depth, block = sizes
-    selected, wide, item = (branch - 1) * depth + block, lanes(heads, min(m, LANES)), np.finfo(real).bits // 8
+    selected = (branch - 1) * depth + block
+    wide = lanes(heads, min(m, LANES))
+    item = np.finfo(real).bits // 8
     scale = type(real)(1 / math.sqrt(width))
-    # Rows of lanes that are loaded or written at an offset have another one behind them, for what sticks out.
+    # Rows of lanes that are loaded or stored at an offset are followed by a spare row: vectors extend past the end.
     rows = pointer(scratch.ctypes.data, INDEX)
     nodes = pointer(scratch.ctypes.data + 8 * LANES * (selected + 1), INDEX)
     reals = scratch.ctypes.data + 8 * LANES * (selected + 2)
@@ -246,7 +250,8 @@ def _forward(tensors, key_strides, value_strides, sizes, items, turns, real, scr
         row_keys = pointer(keys + item * b * key_strides[0], real)
         row_values = pointer(values + item * b * value_strides[0], real)
         row_mask = pointer(mask + b * (leaf + blocks * block), BYTE)
-        uniforms, given = pointer(noise + item * at * depth, real), pointer(choices + item * at * depth, real)
+        uniforms = pointer(noise + item * at * depth, real)
+        given = pointer(choices + item * at * depth, real)
         store(forced, 0, splat(-1.0, real))
         sum_log_prob, sum_entropy = splat(0.0, real), splat(0.0, real)
         for i in range(count):
@@ -292,7 +297,7 @@ def _forward(tensors, key_strides, value_strides, sizes, items, turns, real, scr
 
 @kernel
 def forward(tensors, key_strides, value_strides, sizes, items, turns, real):
-    """Search and attend for all tiles of queries, b * ceil(m / LANES) of them, or for those this thread can claim.
+    """Search and attend for all tiles of queries, b * ceil(m / LANES) of them, or for those this thread claims.
 
     Args:
         tensors: addresses of q, keys, values, mask, noise, choices, output, path, log_prob, entropy, lse. All but keys
@@ -305,7 +310,9 @@ def forward(tensors, key_strides, value_strides, sizes, items, turns, real):
         real: any number of the type to compute in.
     """
     m, heads, _, branch, depth, block = sizes
-    selected, wide, item = (branch - 1) * depth + block, lanes(heads, min(m, LANES)), np.finfo(real).bits // 8
+    selected = (branch - 1) * depth + block
+    wide = lanes(heads, min(m, LANES))
+    item = np.finfo(real).bits // 8
     numbers = (selected + branch + 8) * wide + (branch + 1) * LANES
     scratch = np.empty(8 * LANES * (selected + 2) + item * numbers, np.uint8)
     _forward(tensors, key_strides, value_strides, sizes, items, turns, real, scratch)

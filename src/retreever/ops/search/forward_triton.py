@@ -1,4 +1,4 @@
-"""Triton kernels of tree attention: the pass down the tree, and what the gradients share with it.
+"""Triton kernels of tree attention: the pass down the tree, and functions shared with the gradients.
 
 Letters in capitals are compile-time constants: K branch, HEADS and WIDTH (h and e), H and E (the same, padded to powers
 of two), M queries per tile, C children per tile. A tile of node rows is (M, C, H, E); with C >= K one tile holds all
@@ -29,7 +29,7 @@ def tile(base, rows, inside, HEAD_STRIDE: tl.constexpr, HEADS, WIDTH, H: tl.cons
 
 @triton.jit
 def real_nodes(mask, rows, inside):
-    """(M, C): which of `rows` are nodes of this tree that stand for a real token."""
+    """(M, C): which of `rows` are nodes of this tree that cover a real token."""
     if mask is not None:
         inside = inside & (tl.load(mask + rows, mask=inside, other=0) != 0)
     return inside
@@ -68,7 +68,7 @@ def siblings(keys, values, mask, first, member, count, key_row, value_row, KEY_H
            H: tl.constexpr, E: tl.constexpr):  # fmt: skip
     """Keys, values and realness of siblings: the `member`s (1, C) of `count` nodes that start at rows `first` (M,).
 
-    Padding nodes read as 0, so that what stands there cannot turn 0 * x into NaN. The loads do not wait for the mask.
+    Padding nodes read as 0, since they may hold NaN. The loads do not wait for the mask.
     """
     rows = first[:, None] + member
     inside = member < count
@@ -88,15 +88,15 @@ def head_mean(weights, HEADS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def log_policy(policy, TINY: tl.constexpr = 1.1754943508222875e-38):
-    """Clamped at the smallest normal float32: a policy may underflow to 0 for a real child, and 0 * log 0 must be 0."""
+    """Logarithm, clamped at the smallest normal float32: a policy may underflow to 0, and 0 * log 0 must be 0."""
     return tl.log(tl.where(policy < TINY, TINY, policy))  # NaN stays NaN
 
 
 @triton.jit
 def choose(policy, scores, uniform, forced, K: tl.constexpr, KP: tl.constexpr):
-    """(M,): first most likely child, or by inverse CDF; never one of probability 0, never outside even for NaN.
+    """(M,): the child to take. `forced` where that is a real child; else the first most likely one, or by inverse CDF.
 
-    Where `forced` is a real child, that one.
+    Never a child of probability 0, and always a child from 0 to K - 1, even for NaN.
     """
     child = tl.arange(0, KP)[None, :]
     if uniform is None:
@@ -113,7 +113,7 @@ def choose(policy, scores, uniform, forced, K: tl.constexpr, KP: tl.constexpr):
 
 @triton.jit
 def absorb(scores, v, top, total, mixed):
-    """Online softmax, one per child slot: no reduction inside the descent, the slots are merged once at its end."""
+    """Add values to an online softmax per child slot; the slots are merged once, after the descent."""
     new = tl.maximum(top, scores)
     fade, weight = tl.exp(top - new), tl.exp(scores - new)
     return new, total * fade + weight, mixed * fade[:, :, :, None] + weight[:, :, :, None] * v
@@ -123,7 +123,7 @@ def absorb(scores, v, top, total, mixed):
 def rejected_child(
     scores, taken, values, row, HEAD_STRIDE: tl.constexpr, HEADS, WIDTH, H: tl.constexpr, E: tl.constexpr
 ):
-    """Of two children the one not taken: its scores (M, 1, H) and its value (M, 1, H, E), 0 where it is padding."""
+    """Scores (M, 1, H) and value (M, 1, H, E) of the child not taken of two; 0 where it is padding."""
     other = tl.sum(tl.where(taken[:, :, None], 0.0, scores), axis=1)[:, None, :]
     return other, tile(values, row[:, None], tl.max(other, axis=2) > float("-inf"), HEAD_STRIDE, HEADS, WIDTH, H, E)
 
@@ -133,10 +133,10 @@ def load_queries(
     q, keys, values, queries, m, q_batch, q_row, key_batch, value_batch, UNIT: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, Q_HEAD: tl.constexpr, M: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The M queries of this program: flat index, which exist, batch row, scaled q, and where its nodes start."""
+    """The M queries of this program: flat index, which exist, batch row, scaled q, and base pointers of their nodes."""
     index = tl.program_id(0) * M + tl.arange(0, M)
     live = index < queries
-    index = tl.minimum(index, queries - 1)  # spare lanes redo the last query: then no load needs a mask for them
+    index = tl.minimum(index, queries - 1)  # spare lanes repeat the last query, so that loads need no mask
     batch = (index // m).to(tl.int64)
     at = (batch * q_batch + (index % m) * q_row.to(tl.int64)) * UNIT
     q_tile = tile(q, at[:, None], tl.full((M, 1), 1, tl.int1), Q_HEAD, HEADS, WIDTH, H, E) * (WIDTH**-0.5)
@@ -147,7 +147,7 @@ def load_queries(
 
 @triton.jit
 def store_rows(into, index, rows, live, HEADS: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, E: tl.constexpr):
-    """Write (M, H, E) `rows` to the live ones of `index` (M,) in a dense tensor."""
+    """Write (M, H, E) `rows` to rows `index` (M,) of a dense tensor, where `live`."""
     head, lane = tl.arange(0, H)[None, :, None], tl.arange(0, E)[None, None, :]
     cells = into + index[:, None, None] * (HEADS * WIDTH) + head * WIDTH + lane
     exists = live[:, None, None] & (head < HEADS) & (lane < WIDTH)
@@ -164,9 +164,9 @@ def descend(
 ):  # fmt: skip
     """Walk M queries from the root to their leaf blocks.
 
-    Each level waits for the one before, so little may stand between a score and the next load: keys and values of all
-    children are asked for at once, before it is known which child is taken. Only when so many queries wait that memory
-    is the limit, and the tree is binary (LATE), is the value of the one rejected child read, once it is known.
+    Each level waits for the one before, so latency counts: keys and values of all children are loaded at once, before
+    the choice among them. With LATE (binary trees, and so many queries that memory bandwidth is the limit), only the
+    value of the rejected child is loaded, after the choice.
     """
     index, live, batch, q_tile, key_base, value_base = load_queries(
         q, keys, values, queries, m, q_batch, q_row, key_batch, value_batch, UNIT, HEADS, WIDTH, Q_HEAD, M, H, E
@@ -177,7 +177,7 @@ def descend(
     slot = tl.arange(0, C)[None, :]
     first = tl.zeros((M,), tl.int64)  # row of the first child
     path_log_prob, path_entropy = tl.zeros((M,), tl.float32), tl.zeros((M,), tl.float32)
-    # Running maxima start at the lowest finite number: minus infinity less it is minus infinity, not NaN.
+    # Running maxima start at the lowest finite number: -inf minus that is -inf, whereas -inf - -inf is NaN.
     SLOTS: tl.constexpr = 1 if LATE else C
     top, total = tl.full((M, SLOTS, H), -3.4028234663852886e38, tl.float32), tl.zeros((M, SLOTS, H), tl.float32)
     mixed = tl.zeros((M, SLOTS, H, E), tl.float32)
@@ -218,7 +218,7 @@ def descend(
                 top, total, mixed = absorb(others, v, top, total, mixed)
         first = (first + chosen + 1) * K
     leaf_block = (first - leaf_offset) // K
-    if LATE:  # one slot for each leaf; what was gathered on the way down stays in the first
+    if LATE:  # one slot for each leaf; the sums of the descent stay in the first
         top = tl.broadcast_to(top, (M, C, H))
         total = tl.where(slot[:, :, None] == 0, total, 0.0)
         mixed = tl.where(slot[:, :, None, None] == 0, mixed, 0.0)

@@ -1,4 +1,4 @@
-"""The inputs of a search, as every backend takes them."""
+"""The inputs of a search, which every backend takes."""
 
 from __future__ import annotations
 

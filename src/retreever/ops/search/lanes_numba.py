@@ -1,7 +1,7 @@
 """Explicit vectors for Numba kernels: `LANES` numbers in registers, with the few operations the kernels need.
 
-What LLVM makes of a scalar loop depends on trip counts it does not know; these become the instructions meant, at every
-shape, and compile faster than a search for them. There are no fast-math flags: -inf marks a masked node and survives.
+LLVM vectorises scalar loops depending on trip counts it does not know. These operations become vector instructions at
+every shape and compile faster. There are no fast-math flags, because -inf marks masked nodes.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -22,19 +22,19 @@ LANES = 16
 INT32 = ir.IntType(32)
 intrinsic: Any = extending.intrinsic  # its type describes the typing function, not the call in a kernel
 
-# Division by zero follows IEEE: the checks Python asks for would break up every loop.
+# Division by zero follows IEEE: the checks of the Python error model would prevent vectorised loops.
 _jit: Callable[..., Any] = partial(njit, error_model="numpy")
-# A function kernels are made of.
+# A function that kernels call.
 part: Callable[..., Any] = partial(_jit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-# One that is put into its callers: calls lose what is in registers.
+# Same, inlined into its callers: a call would spill registers.
 step: Callable[..., Any] = partial(part, inline="always")
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """An entry point: compiled when first used and kept on disk, or in memory alone where no folder can be written.
+    """Make `function` an entry point: compiled when first used and cached on disk, in memory alone if that fails.
 
-    Numba renews what lies on disk when the file of `function` changes, not when what it calls does; so the name it is
-    kept under is made from the contents of all kernel sources.
+    Numba invalidates its cache when the file of `function` changes, not when the functions it calls do; so the name in
+    the cache contains a checksum of all kernel sources.
     """
     sources = sorted(Path(__file__).parent.glob("*_numba.py"))
     function.__qualname__ += f"_{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
@@ -59,7 +59,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 def _operator(symbol: Callable[..., Any], emit: Callable[..., Any]) -> None:
-    """Let `symbol` work lane by lane."""
+    """Define the operator `symbol` on vectors, lane by lane."""
 
     @type_callable(symbol)
     def typed(_context: Any) -> Any:
@@ -87,12 +87,12 @@ def _spread(builder: ir.IRBuilder, value: Any) -> Any:
 
 
 def _places() -> ir.Constant:
-    """The number of every lane."""
+    """The vector 0 ... LANES - 1."""
     return ir.Constant(ir.VectorType(INT32, LANES), list(range(LANES)))
 
 
 def call_llvm(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any], suffix: str, **flags: Any) -> Any:
-    """Call an LLVM intrinsic by its full name."""
+    """Emit a call of the LLVM intrinsic `name`.`suffix`."""
     name = f"{name}.{suffix}"
     function = builder.module.globals.get(name)
     if function is None:
@@ -101,12 +101,12 @@ def call_llvm(builder: ir.IRBuilder, name: str, result: ir.Type, args: list[Any]
 
 
 def suffix(kind: ir.VectorType) -> str:
-    """What LLVM's names for functions of such vectors end with."""
+    """Suffix of the names of LLVM intrinsics for vectors of that kind."""
     return f"v{LANES}f{32 if kind.element == ir.FloatType() else 64}"
 
 
 def emit_fma(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
-    """Instructions for a * b + c."""
+    """Emit instructions for a * b + c."""
     return call_llvm(builder, "llvm.fmuladd", a.type, [a, b, c], suffix(a.type))
 
 
@@ -162,9 +162,9 @@ def put(_typing: Any, vector: Any, place: Any, x: Any) -> Any:
     """`vector` with the number `x` in lane `place`."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
-        # Inserting at a place known only at run time would go through memory.
-        here = builder.icmp_signed("==", _places(), _spread(builder, builder.trunc(values[1], INT32)))
-        return builder.select(here, _spread(builder, values[2]), values[0])
+        # LLVM inserts at an index known only at run time through memory.
+        is_place = builder.icmp_signed("==", _places(), _spread(builder, builder.trunc(values[1], INT32)))
+        return builder.select(is_place, _spread(builder, values[2]), values[0])
 
     return vector(vector, types.intp, vector.dtype), codegen
 

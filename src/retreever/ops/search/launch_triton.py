@@ -1,7 +1,7 @@
-"""Tree attention on CUDA tensors: custom operators, and how the Triton kernels are launched.
+"""Tree attention on CUDA tensors: custom operators that launch the Triton kernels.
 
-Without a gradient the kernel is launched at once; otherwise, and under torch.compile, the call goes through the
-custom operators below. Every launch has a fixed grid and nothing waits for the device, so all of it can be captured
+Without a gradient the kernel is launched directly; otherwise, and under torch.compile, the call goes through the
+custom operators below. Every launch has a fixed grid and no call waits for the device, so all of them can be captured
 in a CUDA graph. There are no atomics: results and gradients are the same bits in every run.
 """
 
@@ -27,7 +27,7 @@ def search_triton(inputs: SearchInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]
     shape = (plan.branch, plan.depth, plan.block)
     if torch.compiler.is_compiling() or type(q) is not Tensor or _needs_gradient(q, keys, values):
         return _forward(q, keys, values, node_mask, noise, choices, *shape)[:4]
-    # The cost of the custom operator is saved.
+    # A direct call saves the cost of the custom operator.
     return _descend(q, keys, values, node_mask, noise, choices, *shape, save=False)[:4]
 
 
@@ -129,7 +129,7 @@ def _descend(
     b, m, h, e = q.shape
     tile = query_tile((b * m).bit_length(), branch if depth else 1, tree.widest, h, e)
     late = reads_late(q, tree, tile)
-    # With 64 registers a thread 32 warps run on a processor side by side: 4,096 queries do not come in two shifts.
+    # With 64 registers per thread, 32 warps fit on a multiprocessor, and 4,096 queries run in one wave.
     options = tile.options | {"maxnreg": 64} if late else tile.options
     with on_device_of(q):
         kernels.descend[(-(-b * m // tile.queries),)](

@@ -1,4 +1,4 @@
-"""Memory of Numba kernels: vectors read and written, space on the stack, and counters that threads share."""
+"""Memory operations of Numba kernels: vector loads and stores, stack space, and counters that threads share."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
@@ -62,7 +62,7 @@ def store(_typing: Any, base: Any, index: Any, vector: Any) -> Any:
 
 @intrinsic
 def load_first(_typing: Any, base: Any, index: Any, count: Any) -> Any:
-    """base[index] ... base[index + count - 1], then zeros: nothing beyond is touched."""
+    """The numbers base[index] ... base[index + count - 1], then zeros; memory beyond them is not read."""
     kind = Lanes(base.dtype)
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
@@ -77,7 +77,7 @@ def load_first(_typing: Any, base: Any, index: Any, count: Any) -> Any:
 
 @intrinsic
 def store_first(_typing: Any, base: Any, index: Any, vector: Any, count: Any) -> Any:
-    """Write the first `count` lanes."""
+    """Write the first `count` lanes to base[index] ... base[index + count - 1]."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
         where = _at(builder, values[0], values[1], values[2].type)
@@ -90,7 +90,7 @@ def store_first(_typing: Any, base: Any, index: Any, vector: Any, count: Any) ->
 
 @intrinsic
 def room(_typing: Any, like: Any) -> Any:
-    """Space for ROOM vectors until the kernel returns: on the stack, which takes no time to get."""
+    """Stack space for ROOM vectors of the type of `like`, valid until the kernel returns."""
     kind = types.CPointer(like)
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, _values: Any) -> Any:
@@ -105,7 +105,7 @@ def room(_typing: Any, like: Any) -> Any:
 
 @intrinsic
 def prefetch(_typing: Any, base: Any, index: Any) -> Any:
-    """Start to bring base[index] near, for it will be read soon; any address will do."""
+    """Prefetch base[index] into the cache; the address need not be valid."""
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
         where = builder.gep(values[0], [values[1]])
@@ -118,7 +118,7 @@ def prefetch(_typing: Any, base: Any, index: Any) -> Any:
 
 @intrinsic
 def fetch_add(_typing: Any, counter: Any) -> Any:
-    """Add 1 to what `counter` points to and return what it held before; threads do so one after the other."""
+    """Atomically add 1 to the number `counter` points to; returns the number before."""
 
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", values[0], ir.Constant(ir.IntType(64), 1), "seq_cst")
@@ -128,7 +128,7 @@ def fetch_add(_typing: Any, counter: Any) -> Any:
 
 @part
 def claim(turns, index):
-    """The item after `index`; or, if threads share the work, the next one nobody has taken."""
+    """The item after `index`; or, if threads share the work, the next item that no thread has claimed."""
     if turns:
         return fetch_add(pointer(turns, INDEX))
     return index + 1
@@ -136,6 +136,6 @@ def claim(turns, index):
 
 @part
 def finish(turns):
-    """Count an item as done, where others wait for it."""
+    """Count an item as done, if threads share the work."""
     if turns:
         fetch_add(pointer(turns + 8, INDEX))

@@ -1,7 +1,7 @@
-"""Tree attention in plain torch: the oracle every other backend is measured against. Any dtype, any device.
+"""Tree attention in plain torch: every other backend is tested against it. Any dtype, any device.
 
-One pass down the tree (paper, Algorithm 1). The scores that choose a child are the scores the cross attention needs, so
-each level scores its children once, keeps the rejected ones, and the leaves of the last block complete the set.
+One pass down the tree (paper, Algorithm 1). Policy and cross attention use the same scores, so each level scores its
+children once and keeps the rejected ones; the leaves of the last block complete the selected set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def search_reference(
 ) -> tuple[Float[Tensor, "b m h e"], Int[Tensor, "b m"], Float[Tensor, "b m"], Float[Tensor, "b m"]]:
     """Output, path, log_prob and entropy of every query.
 
-    Half precision is computed in float32; log_prob and entropy stay there, the output returns to the dtype of q.
+    Half precision is computed in float32; log_prob and entropy are returned in float32, the output in the dtype of q.
     """
     q, keys, values, plan, node_mask, noise, choices = inputs
     b, m = q.shape[:2]
@@ -56,7 +56,7 @@ def _range(length: int, like: Tensor) -> Int[Tensor, " length"]:
 def _rows(
     nodes: Float[Tensor, "b t h e"], index: Int[Tensor, "b m s"], mask: Bool[Tensor, "b t"] | None
 ) -> Float[Tensor, "b m s h e"]:
-    """nodes[b, index[b, m, s]] for every query; 0 at padding, whatever it holds: 0 * NaN would be NaN."""
+    """nodes[b, index[b, m, s]] for every query; 0 at padding, which may hold NaN."""
     batch = torch.arange(nodes.shape[0], device=nodes.device)[:, None, None]
     picked = nodes[batch, index]
     return picked if mask is None else picked.masked_fill(~mask[batch, index][..., None, None], 0)

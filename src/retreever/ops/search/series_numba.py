@@ -53,7 +53,7 @@ def log(_typing: Any, x: Any) -> Any:
         kind = values[0].type
         integers, mantissa, bias = _layout(kind)
         one = constant(kind, 1.0)
-        # Taking the bits of sqrt(1/2) away first makes the exponent field round at sqrt(1/2) instead of at 1.
+        # Subtracting the bits of sqrt(1/2) first makes the exponent field change at sqrt(1/2) instead of at 1.
         low = (bias - 1 << mantissa) + int((math.sqrt(2) - 1) * 2**mantissa)
         bits = builder.sub(builder.bitcast(values[0], integers), constant(integers, low))
         power = builder.ashr(bits, constant(integers, mantissa))
@@ -68,6 +68,6 @@ def log(_typing: Any, x: Any) -> Any:
         power = builder.sitofp(power, kind)
         high, rest = (constant(kind, part) for part in _LN2[mantissa])
         result = emit_fma(builder, power, high, emit_fma(builder, ratio, series, builder.fmul(power, rest)))
-        return builder.fadd(result, builder.fsub(values[0], values[0]))  # 0, or NaN where x is no finite number
+        return builder.fadd(result, builder.fsub(values[0], values[0]))  # adds 0, or NaN where x is not finite
 
     return x(x), codegen

@@ -1,7 +1,7 @@
-"""The forward walk for one query a row, compiled: what a tile of sixteen does per level, one query does in registers.
+"""Numba kernel of the forward pass for one query per batch row; it keeps the state of a level in registers.
 
-The heads of the query lie in the lanes of one vector. While a level is scored the keys one level further down are on
-their way from memory, whichever child is taken. Logarithms wait until the walk is over and are then taken together.
+The heads of the query are the lanes of one vector. While a level is scored, the keys of the next level are prefetched
+under all children. Logarithms are taken together after the walk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
@@ -15,12 +15,12 @@ from retreever.ops.search.lanes_numba import LANES, fma, keep_first, kernel, lar
 from retreever.ops.search.memory_numba import INDEX, load, load_first, pointer, prefetch, room, store, store_first
 from retreever.ops.search.series_numba import exp, log
 
-AHEAD = 8  # rows of keys asked for ahead of time, at most
+AHEAD = 8  # most rows of keys to prefetch per level
 
 
 @step
 def _scores(q, keys, at, stride, heads, width, scale):
-    """Of the node whose key starts at keys[at]: one lane per head."""
+    """Scores of the node whose key starts at keys[at], one lane per head."""
     row = splat(0.0, scale)
     for h in range(heads):
         a, b = h * width, at + h * stride
@@ -38,15 +38,16 @@ def _scores(q, keys, at, stride, heads, width, scale):
 
 @step
 def _walk(q, keys, strides, place, sizes, scale, real):
-    """From the root to a leaf block, which is returned.
+    """Walk from the root to a leaf block; returns the block.
 
-    Leaves behind the scores and rows of the selected set, and the probabilities of all children met and of those taken.
+    Writes to `place` the scores and rows of the selected set and the probabilities of all children scored and taken.
     """
     scores, weights, rows, policies, taken = place
     heads, width, branch, depth, block = sizes
     node, offset, power, at = 0, 0, 1, 0
     for level in range(depth):
-        row, power = offset + node * branch, power * branch
+        row = offset + node * branch
+        power *= branch
         offset += power
         below = branch if level + 1 < depth else block
         for r in range(min(branch * below, AHEAD)):
@@ -54,9 +55,9 @@ def _walk(q, keys, strides, place, sizes, scale, real):
                 prefetch(keys, (offset + node * branch * below + r) * strides[1] + h * strides[2])
         top, mass = splat(-np.inf, real), splat(0.0, real)
         for c in range(branch):
-            each = _scores(q, keys, (row + c) * strides[1], strides[2], heads, width, scale)
-            store(scores, (at + c) * LANES, each)
-            top = larger(top, each)
+            child_scores = _scores(q, keys, (row + c) * strides[1], strides[2], heads, width, scale)
+            store(scores, (at + c) * LANES, child_scores)
+            top = larger(top, child_scores)
         for c in range(branch):
             weight = exp(load(scores, (at + c) * LANES) - top)
             store(weights, c * LANES, weight)
@@ -70,7 +71,7 @@ def _walk(q, keys, strides, place, sizes, scale, real):
             pick = c if probability > best else pick
             best = max(probability, best)
         taken[level] = policies[level * branch + pick]
-        # The child taken leaves the selected set: the last one gets its slot.
+        # Remove the child taken from the selected set: the last child gets its slot.
         store(scores, (at + pick) * LANES, load(scores, last * LANES))
         rows[at + pick] = rows[last]
         node, at = node * branch + pick, last
@@ -82,7 +83,7 @@ def _walk(q, keys, strides, place, sizes, scale, real):
 
 @step
 def _weigh(scores, selected, real):
-    """Scores of the selected set to weights."""
+    """Replace the scores of the selected set by attention weights."""
     top, mass = load(scores, 0), splat(0.0, real)
     for r in range(1, selected):
         top = larger(top, load(scores, r * LANES))
@@ -97,7 +98,7 @@ def _weigh(scores, selected, real):
 
 @step
 def _read(weights, rows, selected, values, strides, heads, width, output, real):
-    """Weighted sum of the `selected` value rows."""
+    """Write the weighted sum of the `selected` value rows to `output`."""
     for h in range(heads):
         for x in range(0, width, LANES):
             rest = min(LANES, width - x)
@@ -113,9 +114,10 @@ def _sums_of_logs(numbers, count, real):
     """Sums of log x and of -x log x."""
     logs, entropy, tiny = splat(0.0, real), splat(0.0, real), splat(np.finfo(real).tiny, real)
     for x in range(0, count, LANES):
-        each = load_first(numbers, x, min(LANES, count - x))
-        log_each = keep_first(log(larger(tiny, each)), count - x)
-        logs, entropy = logs + log_each, entropy - each * log_each
+        x_values = load_first(numbers, x, min(LANES, count - x))
+        x_logs = keep_first(log(larger(tiny, x_values)), count - x)
+        logs = logs + x_logs
+        entropy = entropy - x_values * x_logs
     return total(logs), total(entropy)
 
 
@@ -132,7 +134,9 @@ def forward_single(tensors, strides, sizes, items, _turns, real):
     """
     q, keys, values, output, path, log_prob, entropy = tensors
     heads, width, branch, depth, block = sizes
-    selected, item, scale = (branch - 1) * depth + block, np.finfo(real).bits // 8, type(real)(1 / math.sqrt(width))
+    selected = (branch - 1) * depth + block
+    item = np.finfo(real).bits // 8
+    scale = type(real)(1 / math.sqrt(width))
     scores, weights, rows, policies, taken = room(real), room(real), room(INDEX), room(real), room(real)
     for b in range(items):
         b_q, b_output = pointer(q + item * b * heads * width, real), pointer(output + item * b * heads * width, real)

@@ -1,4 +1,4 @@
-"""How compiled kernels run: entry points by dtype, and Python threads that share a large call.
+"""Running compiled kernels: entry points by dtype, and Python threads that share a large call.
 
 Numba's own parallel layer is not used: once a process has used it, forked workers of a DataLoader are killed.
 """
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numba import types
 
-POLLS = 200  # times a caller looks for helpers to finish before it sleeps between looks
-PAUSE = 5e-5  # seconds
+POLLS = 200  # times a caller polls for helpers to finish before it sleeps between polls
+PAUSE = 5e-5  # seconds of that sleep
 
 
 class Entries(dict[torch.dtype, tuple[Callable[..., None], Any]]):
@@ -42,10 +42,10 @@ class Entries(dict[torch.dtype, tuple[Callable[..., None], Any]]):
 
 
 class Team:
-    """Threads that help with large calls. A forked child starts without any and makes its own.
+    """Threads that help with large calls. A forked child starts its own.
 
-    They run compiled kernels only and leave torch's number of threads alone: setting it in one thread would change what
-    every later thread of the program starts with.
+    They run compiled kernels only and do not set torch's number of threads: that would change the default of every
+    thread started later.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Team:
         self.size = 0
 
     def help(self, helpers: int, job: tuple[Any, ...]) -> None:
-        """Let `helpers` threads join a computation when they wake: (function, arguments, what must stay alive)."""
+        """Queue `job` for `helpers` threads: (function, arguments, objects to keep alive until it ends)."""
         with self.lock:
             while self.size < helpers:
                 threading.Thread(target=self._work, args=(self.jobs,), name="retreever", daemon=True).start()
@@ -72,7 +72,7 @@ class Team:
     def _work(jobs: SimpleQueue[Any]) -> None:
         while True:
             function, arguments, alive = jobs.get()
-            with suppress(MemoryError):  # raised before it took an item: the others do without it
+            with suppress(MemoryError):  # raised before it claimed an item: other threads compute all items
                 function(*arguments)
             del function, arguments, alive  # hold no tensors while waiting
 
@@ -81,10 +81,10 @@ team = Team()
 
 
 def share(entry: Any, real: Any, arguments: tuple[Any, ...], items: int, helpers: int, alive: Sequence[Any]) -> None:
-    """Compute all items of a kernel with some threads to help.
+    """Compute all items of a kernel, with up to `helpers` threads besides the caller.
 
-    Threads take one item after the other, so one that wakes late on a busy machine delays nobody. The result does not
-    depend on which thread computes an item.
+    Threads claim one item after the other, so a thread that wakes late delays no other. The result does not depend on
+    which thread computes an item. `alive` are the tensors whose addresses are in `arguments`.
     """
     alive = [*alive]
     turns = np.zeros(2, np.int64)  # items taken, items done
@@ -96,4 +96,4 @@ def share(entry: Any, real: Any, arguments: tuple[Any, ...], items: int, helpers
         polls += 1
         if polls > POLLS:
             time.sleep(PAUSE)
-    alive.clear()  # a helper that wakes later finds nothing to do
+    alive.clear()  # a helper that wakes later finds no item to claim

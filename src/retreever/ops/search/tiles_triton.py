@@ -1,4 +1,4 @@
-"""What the Triton kernels are launched with: the tree and tensors as they take them, and how much one program holds."""
+"""Launch parameters of the Triton kernels: tree shape, tensors with strides, and the tile one program holds."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# Bytes of queries from which on a search of a binary tree is limited by how much it reads, not by how long reads take.
+# Bytes of queries from which a search of a binary tree is limited by memory bandwidth instead of latency.
 MANY_BYTES = 1 << 21
 
 
 class TreeShape(NamedTuple):
-    """The plan, as the kernels need it."""
+    """The sizes of a `TreePlan` that the kernels need."""
 
     branch: int
     depth: int
@@ -42,7 +42,7 @@ class Operands:
         self.q, self.keys, self.values = _dense(q), _dense(keys), _dense(values)
         self.mask = None if node_mask is None else _dense(node_mask)
         (qb, qm, qh, _), (kb, kt, kh, _), (vb, vt, vh, _) = self.q.stride(), self.keys.stride(), self.values.stride()
-        # What the strides have in common is a constant of the kernel: it proves the alignment that wide loads need.
+        # The common divisor of the strides is a constant of the kernel: it proves the alignment that wide loads need.
         unit = gcd(16, qb, qm, kb, kt, vb, vt)
         steps = (qb // unit, qm // unit, kb // unit, kt // unit, vb // unit, vt // unit)
         self.strides = (*steps, 0 if self.mask is None else self.mask.stride(0))
@@ -50,12 +50,12 @@ class Operands:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """In the order the kernels take them."""
+        """q, keys, values and mask, in the order of the kernel arguments."""
         return self.q, self.keys, self.values, self.mask
 
 
 class QueryTile(NamedTuple):
-    """What one program of the search or of the gradient of the queries holds."""
+    """Tile of one program of the search or of the gradient of the queries."""
 
     queries: int
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class QueryTile(NamedTuple):
 
 
 class NodeTile(NamedTuple):
-    """What one program of the gradient of the nodes holds: some children, and queries in runs of `length`."""
+    """Tile of one program of the gradient of the nodes: some children, and queries in runs of `length`."""
 
     children: int
     length: int
@@ -99,7 +99,7 @@ def node_tile(widest: int, h: int, e: int) -> NodeTile:
 
 
 def _power(size: int) -> int:
-    """The power of two that holds `size`."""
+    """The smallest power of two >= `size`."""
     return 1 << (size - 1).bit_length()
 
 
@@ -109,10 +109,10 @@ def _options(numbers: int) -> dict[str, Any]:
 
 
 def reads_late(q: Tensor, tree: TreeShape, tile: QueryTile) -> bool:
-    """Whether values are read after the choice: half the bytes, but two waits a level instead of one.
+    """Whether to load values after the choice: half the bytes, but two dependent loads per level instead of one.
 
-    It pays once the queries under way together ask for more than memory delivers; and of more than two children nearly
-    all are rejected, so there is little to save.
+    It pays once memory bandwidth is the limit, and only for binary trees: of more than two children nearly all are
+    rejected, so nearly all values are needed.
     """
     b, m, h, e = q.shape
     _, children, padded, *_ = tile.shape
