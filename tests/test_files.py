@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -10,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from retreever.errors import CheckpointError, DataError, RetreeverError
-from retreever.files import make_folder, os_errors, sync_folder, write_bytes, write_synced, write_text
+from retreever.files import (
+    make_folder,
+    open_regular,
+    os_errors,
+    read_bytes,
+    regular_only,
+    sync_folder,
+    write_bytes,
+    write_synced,
+    write_text,
+)
 
 
 def failing(reason: int):
@@ -29,6 +40,9 @@ def names(folder: Path) -> list[str]:
 def test_bytes_and_text_arrive_in_folders_made_on_the_way(tmp_path: Path) -> None:
     assert write_bytes(tmp_path / "a" / "b" / "raw", b"\x00\r\n\xff").read_bytes() == b"\x00\r\n\xff"
     assert write_text(str(tmp_path / "a" / "text"), "né\n").read_bytes() == "né\n".encode()
+    assert (
+        json.loads(write_text(tmp_path / "a" / "text", '"half a pair: \ud800"').read_bytes()) == "half a pair: \ud800"
+    )
     assert names(tmp_path / "a") == ["b", "text"] and names(tmp_path / "a" / "b") == ["raw"]
 
 
@@ -115,3 +129,27 @@ def test_only_errors_of_the_system_are_translated() -> None:
         raise OSError("odd")  # without a number, hence without a standard reason
     with pytest.raises(KeyError), os_errors("a/b", "cannot be read"):
         raise KeyError
+
+
+def test_a_regular_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    file = write_bytes(tmp_path / "file", b"12345")
+    (tmp_path / "link").symlink_to(file)
+    assert read_bytes(file, 5) == read_bytes(tmp_path / "link", 5) == b"12345"
+    with open_regular(file, 5) as stream:
+        assert stream.read(2) == b"12"
+    with pytest.raises(CheckpointError, match=r"^[^\n]*file: expected at most 4 bytes, got 5$"):
+        read_bytes(file, 4, CheckpointError)
+
+
+def test_only_regular_files_are_opened_and_links_are_not_written_through(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full")):
+        with pytest.raises(DataError, match=f"^{path}: cannot be read: expected a regular file, got a pipe, device or"):
+            read_bytes(path, 10, DataError)
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_bytes(tmp_path, 10, DataError)
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for mode in ("ab", "wb", "xb"):
+        with pytest.raises(OSError):
+            open(tmp_path / "link", mode, opener=regular_only)  # noqa: SIM115
+    assert not (tmp_path / "target").exists()

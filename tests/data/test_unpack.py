@@ -119,6 +119,49 @@ def test_encrypted_entries_are_refused(tmp_path: Path) -> None:
         unpack(tmp_path / "archive.zip", tmp_path / "out", ["a.txt"])
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_exotic_packings_are_refused(tmp_path: Path, method: int, damaged: bool) -> None:
+    """How much they unpack to cannot be bounded; damage in them must not look like a full disk either."""
+    file = tmp_path / "archive.zip"
+    with zipfile.ZipFile(file, "w", method) as target:
+        target.writestr("a.txt", b"first" * 100)
+    if damaged:
+        data = bytearray(file.read_bytes())
+        data[45:60] = bytes(15)
+        file.write_bytes(data)
+    with pytest.raises(DataError, match=rf"entry 'a.txt': refused, it is packed by method {method}; expected 0 "):
+        unpack(file, tmp_path / "out", ["a.txt"])
+
+
+@pytest.mark.parametrize(("local", "problem"), [(True, "entry 'é.txt': damaged: "), (False, "expected a zip archive")])
+def test_names_that_are_no_utf8_are_damage(tmp_path: Path, local: bool, problem: str) -> None:
+    """In an entry's own header, or in the table of contents."""
+    file = archive(tmp_path, {"é.txt": b"first"})
+    data = bytearray(file.read_bytes())
+    data[(data.index if local else data.rindex)("é.txt".encode())] = 0xFF
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=f"{problem}.*utf-8"):
+        unpack(file, tmp_path / "out", ["é.txt"])
+
+
+def test_an_entry_at_an_impossible_place_is_named(tmp_path: Path) -> None:
+    """And not the folder, which can be written."""
+    file = archive(tmp_path, {"a.txt": b"first"})
+    data = bytearray(file.read_bytes())
+    end = data.rindex(b"PK\x05\x06")
+    data[end + 16 : end + 20] = (2_000).to_bytes(4, "little")  # the table's place: entries then lie before the start
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=r"archive.zip, entry 'a.txt': cannot be read: "):
+        unpack(file, tmp_path / "out", ["a.txt"])
+
+
+def test_a_table_of_contents_longer_than_any_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DIRECTORY", 150)
+    with pytest.raises(DataError, match=r"a zip archive, got a table of contents of \d+ bytes, more than the 150"):
+        unpack(archive(tmp_path, GOOD), tmp_path / "out", ["a.txt"])
+
+
 def test_absent_entries_and_archives_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"archive.zip: expected an entry c.txt, found none"):
         unpack(archive(tmp_path, GOOD), tmp_path / "out", ["a.txt", "c.txt"])

@@ -142,3 +142,12 @@ def test_the_real_files_are_whole_and_said_to_differ(capsys: pytest.CaptureFixtu
     assert data("check", "person_activity", "--root", REAL) == 0
     out = capsys.readouterr().out
     assert "164,860 rows, 25 recordings, 7 classes, 6,555 windows: as the official" in out and "md5 differs" in out
+
+
+def test_paths_are_printed_on_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With control characters, and in bytes that are no UTF-8."""
+    root = tmp_path / "a\x1b[2J\nb\udcff"
+    (root / "emnist").mkdir(parents=True)
+    assert data("list", "--root", root) == 0 and data("check", "emnist", "--root", root) == 1
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\udcff" not in out and out.count(r"/a\x1b[2J\nb\udcff/emnist") == 3

@@ -236,6 +236,7 @@ def with_third_row(line: str) -> Callable[[Path], Path]:
         (cut_short, "damaged after line [0-9]+"),
         (lambda folder: write(folder, []), "empty file"),
         (lambda folder: write(folder, [], f"{FILE}.gz"), "empty file"),
+        (lambda folder: write(folder, [row(name="")]), "line 1: expected the rows of a recording together, .*''"),
         (with_third_row(row().replace(",2,3", ",2")), "line 3: expected 8 columns .*got 7"),
         (with_third_row(""), "line 3: expected 8 columns .*got 1"),
         (with_third_row(row().replace(TAGS[0], "010-000-000-000")), "line 3: expected a tag .*'010-000-000-000'"),

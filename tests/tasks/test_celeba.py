@@ -168,13 +168,21 @@ def big() -> bytes:
     return data.getvalue()
 
 
+def odd_metadata() -> bytes:
+    """Pillow warns about it, which the tests make an error."""
+    data = io.BytesIO()
+    Image.new("L", (44, 54)).save(data, "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\0\0")
+    return data.getvalue()
+
+
 @pytest.mark.parametrize(
     ("image", "problem"),
     [
+        (odd_metadata(), "damaged JPEG: Corrupt EXIF data"),
         (JPEGS[NAMES[2]][:-200], "damaged JPEG: "),
         (b"", "expected a JPEG image"),
         (b"\x89PNG\r\n\x1a\nno", "expected a JPEG image"),
-        (big(), "expected at most 16,777,216 pixels, got 4200 x 4000"),
+        (big(), "expected at most 1,048,576 pixels, got 4200 x 4000"),
     ],
 )
 @pytest.mark.parametrize("zipped", [True, False])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -19,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64
 
 from retreever.errors import DataError
-from retreever.files import os_errors
+from retreever.files import open_regular
 
 FILE = "ConfLongDemo_JSI.txt"
 COLUMNS = ("recording", "tag", "timestamp", "date", "x", "y", "z", "label")
@@ -42,6 +43,9 @@ LABELS = {
     "standing up from sitting on the ground": NO_CLASS,
 }
 TICKS_PER_STEP = 1e5  # 10 ms
+LARGEST = 2**26  # bytes, packed and unpacked; the official 164,860 rows have 16 MB
+BEYOND = 1e19  # no number reaches it: the steps of larger timestamps fit into no int64
+LONGEST = 1_000  # characters of a line; the official ones have at most 161
 DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError)
 
 
@@ -83,7 +87,7 @@ def read_rows(file: Path) -> Rows:
     """Read and check every row; a fault raises `DataError` naming file and line."""
     numbers: dict[str, int] = {}
     tags = {tag: number for number, tag in enumerate(TAGS)}
-    codes, reals, last = [], [], ""
+    codes, reals, last = [], [], None
     for line, row in enumerate(_lines(file), start=1):
         parts = row.strip().split(",")
         if len(parts) != len(COLUMNS):
@@ -105,9 +109,10 @@ def read_rows(file: Path) -> Rows:
     if not codes:
         raise DataError(f"{file}: expected rows of {','.join(COLUMNS)}, got an empty file")
     code, real = np.array(codes, dtype=np.int64), np.array(reals, dtype=np.float64)
-    bad = np.flatnonzero(~np.isfinite(real).all(axis=1))
+    bad = np.flatnonzero(~(np.abs(real) < BEYOND).all(axis=1))  # NaN too
     if len(bad):
-        _fault(file, int(bad[0]) + 1, "finite timestamp, x, y, z", ", ".join(map(str, reals[bad[0]])))
+        values = ", ".join(map(str, reals[bad[0]]))
+        _fault(file, int(bad[0]) + 1, f"finite timestamp, x, y, z, below {BEYOND:g}", values)
     return Rows(list(numbers), code[:, 0], code[:, 1], real[:, 0], real[:, 1:], code[:, 2])
 
 
@@ -133,14 +138,18 @@ def recordings_of(rows: Rows) -> list[Recording]:
 
 def _lines(file: Path) -> Iterator[str]:
     """Lines of the file, gzipped when its name says so; damage shows as `DataError` after the last good line."""
-    done = 0
-    with os_errors(file, "cannot be read", DataError):
+    done = size = 0
+    with open_regular(file, LARGEST, DataError) as packed:
         try:
-            opened = gzip.open if file.suffix == ".gz" else open
-            with opened(file, "rt", encoding="utf-8") as stream:
-                for line in stream:
-                    yield line
-                    done += 1
+            stream = TextIOWrapper(gzip.GzipFile(fileobj=packed) if file.suffix == ".gz" else packed, encoding="utf-8")
+            while line := stream.readline(LONGEST + 1):
+                size += len(line)
+                if len(line) > LONGEST:
+                    _fault(file, done + 1, f"at most {LONGEST:,} characters", "more")
+                if size > LARGEST:
+                    _fault(file, done + 1, f"the file to end within {LARGEST:,} characters", "more")
+                yield line
+                done += 1
         except DAMAGED as error:
             raise DataError(f"{file}: damaged after line {done}: {error}") from error
 

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from retreever.data.catalogue import cache_root
-from retreever.files import make_folder, sync_folder
+from retreever.errors import RetreeverError
+from retreever.files import make_folder, read_bytes, regular_only, sync_folder
 
 CHUNK = 2**22
+RECORD = 2**20  # bytes of the JSON at most
 
 
 def cached_file(
@@ -47,7 +49,7 @@ def cached_file(
         return file
     try:
         make_folder(file.parent)
-        with _alone(file):
+        with alone(file):
             if not is_whole(file):  # another process may have made it in the meantime
                 _remove_drafts(file)
                 _write(file, settings, make())
@@ -60,16 +62,16 @@ def cached_file(
 def is_whole(file: Path) -> bool:
     """Whether the file is there and has the size and sha256 its JSON says."""
     try:
-        expected = json.loads(_record(file).read_text(encoding="utf-8"))
+        expected = json.loads(read_bytes(_record(file), RECORD))
         return file.stat().st_size == expected["bytes"] and digest(file) == expected["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, RetreeverError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
 def digest(file: Path, method: str = "sha256") -> str:
     """Checksum of a file's bytes, in hexadecimal. Raises `OSError`."""
     found = hashlib.new(method, usedforsecurity=False)
-    with open(file, "rb") as stream:
+    with open(file, "rb", opener=regular_only) as stream:
         while piece := stream.read(CHUNK):
             found.update(piece)
     return found.hexdigest()
@@ -114,14 +116,14 @@ def _remove_drafts(file: Path) -> None:
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """Wait for one's turn; the lock goes with the process that holds it. Without such locks nobody waits."""
+def alone(file: Path) -> Iterator[None]:
+    """Hold the lock beside `file`, waiting for it where another process has it. Without such locks nobody waits."""
     try:
         import fcntl
     except ImportError:  # Windows: each process makes a file of its own, and the last one stays
         yield
         return
-    with open(file.with_name(f".{file.name}.lock"), "ab") as lock:
+    with open(file.with_name(f".{file.name}.lock"), "ab", opener=regular_only) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -23,14 +23,16 @@ from jaxtyping import UInt8
 
 from retreever.data.unpack import by_name, open_zip, read_entry, safe_entries
 from retreever.errors import BackendError, DataError
-from retreever.files import os_errors
+from retreever.files import os_errors, read_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGES, PARTITION = "img_align_celeba", "list_eval_partition.txt"
 PARTS = ("train", "validation", "test")
-MOST_PIXELS = 2**24  # of one image; the official ones have 38,804
+MOST_PIXELS = 2**20  # of one image; the official ones have 38,804
+MOST_BYTES = 4 * MOST_PIXELS  # of one JPEG
+MOST_PARTITION = 2**24  # bytes of the partition; the official one has 2.8 MB
 PIECE = 64  # images decoded by one thread at a time
 Pixels = UInt8[np.ndarray, "count size size 3"]
 
@@ -65,11 +67,10 @@ def read_partition(file: Path) -> Partition:
     """Read and check every line, `000001.jpg 0`; a fault raises `DataError` naming file and line."""
     parts: list[list[str]] = [[] for _ in PARTS]
     seen: set[str] = set()
-    with os_errors(file, "cannot be read", DataError):
-        try:
-            lines = file.read_text(encoding="ascii").splitlines()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: expected plain text, got {error}") from error
+    try:
+        lines = read_bytes(file, MOST_PARTITION, DataError).decode("ascii").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: expected plain text, got {error}") from error
     for line, row in enumerate(lines, start=1):
         name, _, part = row.strip().partition(" ")
         part = part.strip()
@@ -129,10 +130,10 @@ def reader(source: Source, names: Sequence[str]) -> Iterator[Callable[[str], tup
         def read(name: str) -> tuple[str, bytes]:
             entry = present[name]
             if archive is not None and entry is not None:
-                return f"{source.images}, entry {entry.filename!r}", read_entry(archive, source.images, entry)
+                data = read_entry(archive, source.images, entry, MOST_BYTES)
+                return f"{source.images}, entry {entry.filename!r}", data
             file = source.images / name
-            with os_errors(file, "cannot be read", DataError):
-                return str(file), file.read_bytes()
+            return str(file), read_bytes(file, MOST_BYTES, DataError)
 
         yield read
 
@@ -148,12 +149,15 @@ def require_pillow() -> None:
 def _pixels(where: str, data: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]:
     from PIL import Image, UnidentifiedImageError
 
+    bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)  # the second where warnings are errors
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
             return np.asarray(_squashed(where, image, size))
     except UnidentifiedImageError as error:
         raise DataError(f"{where}: expected a JPEG image, got something else") from error
-    except (OSError, ValueError, SyntaxError) as error:
+    except bombs as error:
+        raise DataError(f"{where}: expected at most {MOST_PIXELS:,} pixels, got far more") from error
+    except (OSError, ValueError, SyntaxError, Warning) as error:  # a warning where warnings are errors
         raise DataError(f"{where}: damaged JPEG: {error}") from error
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import re
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.client import HTTPException, HTTPResponse
+from collections.abc import Iterable, Iterator
+from http.client import HTTPResponse
 from pathlib import Path
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
-from retreever.data.cache import digest
+from retreever.data.cache import alone, digest
 from retreever.data.catalogue import DATASETS, Dataset, Name, data_root, files_of
+from retreever.data.connection import Watch, open_address, pieces
 from retreever.data.unpack import unpack
 from retreever.errors import DataError
-from retreever.files import make_folder, os_errors
+from retreever.files import make_folder, os_errors, regular_only
 
-TIMEOUT = 30.0  # seconds of silence
-CHUNK = 2**18
 LARGEST = 4 * 2**30  # bytes; the largest official archive has 0.6 GB
 
 
@@ -27,17 +24,23 @@ def fetch(name: Name, root: str | Path | None = None) -> list[Path]:
     """Get a dataset's files into its folder under the data root; those that are there already stay as they are."""
     dataset = DATASETS[name]
     folder = data_root(root) / name
-    present = files_of(dataset, folder)
-    if all(present.values()):
-        return [path for path in present.values() if path]
-    if not dataset.address:
-        raise DataError(f"{name}: cannot be fetched by a program; {dataset.advice} and put them into {folder}")
-    archive = download(dataset.address, folder / f".{name}.zip", dataset.archive_md5)
+    if not all(files_of(dataset, folder).values()):
+        if not dataset.address:
+            raise DataError(f"{name}: cannot be fetched by a program; {dataset.advice} and put them into {folder}")
+        with os_errors(folder, "cannot be written", DataError):
+            make_folder(folder)
+            with alone(folder / name):
+                if not all(files_of(dataset, folder).values()):  # another process may have fetched them meanwhile
+                    _fetch(dataset, folder)
+    return [path for path in files_of(dataset, folder).values() if path]
+
+
+def _fetch(dataset: Dataset, folder: Path) -> None:
+    archive = download(dataset.address, folder / f".{dataset.name}.zip", dataset.archive_md5)
     try:
-        unpacked = unpack(archive, folder, _entries(dataset))
+        unpack(archive, folder, _entries(dataset))
     finally:
         archive.unlink(missing_ok=True)  # a damaged one would be found damaged again
-    return unpacked
 
 
 def download(address: str, file: Path, md5: str = "") -> Path:
@@ -48,6 +51,8 @@ def download(address: str, file: Path, md5: str = "") -> Path:
     part = file.with_name(f"{file.name}.part")
     with os_errors(part, "cannot be written", DataError):
         make_folder(file.parent)
+        if part.is_symlink():
+            raise DataError(f"{part}: expected a file of an earlier try or none, got a symbolic link; remove it")
         done = part.stat().st_size if part.exists() else 0
         total = _get(address, part, done)
         size = part.stat().st_size
@@ -63,53 +68,36 @@ def download(address: str, file: Path, md5: str = "") -> Path:
 def _get(address: str, part: Path, done: int) -> int | None:
     """Append what is missing; the size of the whole, where the server says it."""
     headers = {"User-Agent": "retreever", **({"Range": f"bytes={done}-"} if done else {})}
-    try:
-        with _connection(address):
-            answer = urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=TIMEOUT)
-    except HTTPError as error:
-        if error.code == 416 and done:  # nothing after what is there: whole, or of another file
-            return _whole(error, part, done, address)
-        raise DataError(f"{address}: the server answered {error.code} {error.reason}") from error
-    with answer:
-        start, total = _extent(answer, done)
-        with open(part, "ab" if start else "wb") as stream:
-            for piece in _pieces(answer, address, start, total):
-                stream.write(piece)
+    with Watch() as watch:
+        try:
+            answer = open_address(address, headers, watch)
+        except HTTPError as error:
+            with error:
+                if error.code == 416 and done:  # nothing after what is there: whole, or of another file
+                    return _whole(error, part, done, address)
+            raise DataError(f"{address}: the server answered {error.code} {error.reason}") from error
+        with answer:
+            start, total = _extent(answer, done)
+            with open(part, "ab" if start else "wb", opener=regular_only) as stream:
+                stream.writelines(_told(pieces(answer, address, watch), address, start, total))
     return total
-
-
-@contextmanager
-def _connection(address: str) -> Iterator[None]:
-    """Trouble with the network as one line."""
-    try:
-        yield
-    except HTTPError:
-        raise
-    except (OSError, HTTPException) as error:  # time-outs, refusals, unknown hosts, answers cut short
-        reason = error.reason if isinstance(error, URLError) else error
-        problem = "no answer in time" if isinstance(reason, TimeoutError) else reason or type(error).__name__
-        raise DataError(f"{address}: cannot be reached: {problem}; run it again to go on with what came") from error
 
 
 def _extent(answer: HTTPResponse, done: int) -> tuple[int, int | None]:
     """Where the answer starts, and the size of the whole: a server may ignore that only the rest was asked for."""
-    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
+    found = re.fullmatch(r"bytes (\d{1,18})-\d{1,18}/(\d{1,18}|\*)", answer.headers.get("Content-Range", ""))
     if answer.status == 206 and found and int(found[1]) == done:
         return done, None if found[2] == "*" else int(found[2])
     if answer.status == 206:
         raise DataError(f"{answer.url}: asked for bytes from {done}, the server sent others")
     length = answer.headers.get("Content-Length", "")
-    return 0, int(length) if length.isdecimal() else None
+    return 0, int(length) if re.fullmatch(r"\d{1,18}", length) else None
 
 
-def _pieces(answer: HTTPResponse, address: str, done: int, total: int | None) -> Iterator[bytes]:
-    """What comes, and every two seconds a line on how much."""
+def _told(pieces: Iterable[bytes], address: str, done: int, total: int | None) -> Iterator[bytes]:
+    """The pieces; prints the progress every two seconds."""
     told = time.monotonic()
-    while True:
-        with _connection(address):
-            piece = answer.read(CHUNK)
-        if not piece:
-            return
+    for piece in pieces:
         yield piece
         done += len(piece)
         if done > LARGEST:
@@ -121,7 +109,7 @@ def _pieces(answer: HTTPResponse, address: str, done: int, total: int | None) ->
 
 
 def _whole(error: HTTPError, part: Path, done: int, address: str) -> int:
-    found = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
+    found = re.fullmatch(r"bytes \*/(\d{1,18})", error.headers.get("Content-Range", ""))
     if found and int(found[1]) == done:
         return done
     part.unlink()

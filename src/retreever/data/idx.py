@@ -18,10 +18,11 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from retreever.errors import DataError
-from retreever.files import os_errors
+from retreever.files import open_regular
 
 UNSIGNED_BYTES = 8
-LARGEST = 2**31  # bytes of data; the largest official file has a quarter of it
+LARGEST = 2**28  # bytes of data; EMNIST's largest file that is read has a third of it
+HEADER = 2**10  # bytes at most that come before the data; gzip's may hold a name
 CHUNK = 2**24
 Stream = gzip.GzipFile | BufferedReader
 
@@ -39,10 +40,10 @@ def find_idx(folder: str | Path, name: str) -> Path:
 def read_idx(file: str | Path, dimensions: int) -> UInt8[Tensor, "*shape"]:
     """The bytes in `file` as a tensor of that many dimensions; a name ending in .gz is unpacked."""
     path = Path(file)
-    with os_errors(path, "cannot be read", DataError):
+    with open_regular(path, LARGEST + HEADER, DataError) as packed:
         try:
-            with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as stream:
-                return _parse(path, stream, dimensions)
+            stream = gzip.GzipFile(fileobj=packed) if path.suffix == ".gz" else packed
+            return _parse(path, stream, dimensions)
         except (EOFError, zlib.error) as error:
             raise DataError(f"{path}: gzip data are truncated or damaged: {error}") from error
 

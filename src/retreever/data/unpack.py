@@ -10,26 +10,32 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import struct
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 from retreever.errors import DataError
-from retreever.files import make_folder, os_errors, sync_folder
+from retreever.files import make_folder, open_regular, os_errors, sync_folder
 
-LARGEST = 8 * 2**30  # bytes unpacked; the largest official archive has 1.5 GB
+LARGEST = 4 * 2**30  # bytes, packed and unpacked; the largest official archive has 1.5 GB
+DIRECTORY = 2**25  # bytes of the table of contents, CelebA's has 20 MB; in memory it takes ten times as much
 RATIO = 1_100  # deflate cannot pack better than 1,032 to 1
 CHUNK = 2**20
 DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
     EOFError,
-    RuntimeError,
+    RuntimeError,  # encrypted
     NotImplementedError,
-)  # the last two: encrypted, exotic
+    ValueError,  # names that are no UTF-8
+    OverflowError,
+    struct.error,
+)
 
 
 def unpack(archive: str | Path, folder: str | Path, wanted: Collection[str]) -> list[Path]:
@@ -60,13 +66,22 @@ def unpack(archive: str | Path, folder: str | Path, wanted: Collection[str]) -> 
 @contextmanager
 def open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     """The archive; what is none raises `DataError`."""
-    with os_errors(path, "cannot be read", DataError):
+    with open_regular(path, LARGEST, DataError) as stream, _Archive(stream.raw) as archive:
         try:
-            source = zipfile.ZipFile(path)
+            source = zipfile.ZipFile(archive)
         except DAMAGED as error:
             raise DataError(f"{path}: expected a zip archive, got {error}") from error
-    with source:
-        yield source
+        with source:
+            yield source
+
+
+class _Archive(BufferedReader):
+    """zipfile reads the table of contents at once, however long the archive says it is."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > DIRECTORY:
+            raise zipfile.BadZipFile(f"a table of contents of {size:,} bytes, more than the {DIRECTORY:,} allowed")
+        return super().read(size)
 
 
 def safe_entries(source: zipfile.ZipFile, path: Path) -> list[zipfile.ZipInfo]:
@@ -103,25 +118,34 @@ def by_name(entries: Iterable[zipfile.ZipInfo], path: Path, wanted: Collection[s
     return found
 
 
-def read_entry(source: zipfile.ZipFile, path: Path, entry: zipfile.ZipInfo) -> bytes:
-    """Contents of one entry, checked against their checksum."""
+def read_entry(source: zipfile.ZipFile, path: Path, entry: zipfile.ZipInfo, largest: int) -> bytes:
+    """Contents of one entry of at most `largest` bytes, checked against their checksum."""
+    size = entry.file_size
+    if size > largest:
+        raise DataError(f"{path}, entry {entry.filename!r}: expected at most {largest:,} bytes, got {size:,}")
+    return b"".join(_pieces(source, path, entry))
+
+
+def _extract(source: zipfile.ZipFile, path: Path, entry: zipfile.ZipInfo, file: Path) -> None:
+    with open(file, "xb") as stream:
+        stream.writelines(_pieces(source, path, entry))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _pieces(source: zipfile.ZipFile, path: Path, entry: zipfile.ZipInfo) -> Iterator[bytes]:
+    """As many bytes as the entry promises and no more: zipfile stops there and compares checksums.
+
+    Asked for all at once, it would unpack everything and then cut it.
+    """
     try:
-        return source.read(entry)
+        with source.open(entry) as packed:
+            while piece := packed.read(CHUNK):
+                yield piece
     except DAMAGED as error:
         raise DataError(f"{path}, entry {entry.filename!r}: damaged: {error}") from error
     except OSError as error:
         raise DataError(f"{path}, entry {entry.filename!r}: cannot be read: {error.strerror or error}") from error
-
-
-def _extract(source: zipfile.ZipFile, path: Path, entry: zipfile.ZipInfo, file: Path) -> None:
-    """As many bytes as the entry promises and no more: zipfile stops there and compares checksums."""
-    try:
-        with source.open(entry) as packed, open(file, "xb") as stream:
-            shutil.copyfileobj(packed, stream, CHUNK)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except DAMAGED as error:
-        raise DataError(f"{path}, entry {entry.filename!r}: damaged: {error}") from error
 
 
 def _problem(entry: zipfile.ZipInfo) -> str:
@@ -134,6 +158,8 @@ def _problem(entry: zipfile.ZipInfo) -> str:
         return "leads out of its folder"
     if kind and kind not in (stat.S_IFREG, stat.S_IFDIR):
         return "is a link or another thing that is no file"
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # of others zipfile unpacks any amount
+        return f"is packed by method {entry.compress_type}; expected 0 (stored) or 8 (deflated)"
     if entry.file_size > RATIO * max(1, entry.compress_size):
         return f"claims {entry.file_size:,} bytes packed into {entry.compress_size:,}"
     return ""

@@ -1,4 +1,4 @@
-"""The command `retreever data`. Light on purpose: torch is loaded only where files are read."""
+"""The command `retreever data`. torch is imported only to read files."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from tyro.conf import subcommand as named
 
 from retreever.arguments import reject
 from retreever.data.catalogue import DATASETS, Asked, Dataset, Name, data_root, files_of, name_of
+from retreever.errors import one_line
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What all of them share."""
+    """Options of all data commands."""
 
     root: Annotated[Path | None, arg(aliases=("--data",))] = None  # as train and eval call it
-    """Folder the datasets lie in; by default RETREEVER_DATA, else ~/.local/share/retreever."""
+    """Folder of the datasets; by default RETREEVER_DATA, else ~/.local/share/retreever."""
 
 
 @dataclass(frozen=True)
 class DataList(DataOptions):
-    """Every dataset: what it is for, its files, where they are looked for, what is there, and the terms."""
+    """List every dataset: its use, its files, their folder, which are present, and the terms."""
 
     def run(self) -> None:
         """Print the list."""
         for dataset in DATASETS.values():
-            print("\n".join(described(dataset, data_root(self.root) / dataset.name)), end="\n\n")
+            lines = described(dataset, data_root(self.root) / dataset.name)
+            print("\n".join(map(one_line, lines)), end="\n\n")
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DataCheck(DataOptions):
 
 @dataclass(frozen=True)
 class DataFetch(DataOptions):
-    """Get the official files, going on where an earlier try ended, and check them."""
+    """Download the official files, resuming partial downloads, and check them."""
 
     names: Positional[tuple[Asked, ...]] = ()
     """Which datasets."""
@@ -63,7 +65,7 @@ class DataFetch(DataOptions):
 
 @dataclass(frozen=True)
 class Data:
-    """The datasets: what there is, whether it is whole, and how to get it."""
+    """List, check and download the datasets."""
 
     what: (
         Annotated[DataList, named("list", prefix_name=False)]
@@ -72,12 +74,12 @@ class Data:
     )
 
     def run(self) -> int | None:
-        """Run the command asked for."""
+        """Run the subcommand."""
         return self.what.run()
 
 
 def described(dataset: Dataset, folder: Path) -> list[str]:
-    """Some lines on one dataset."""
+    """Lines of text on one dataset: title, files, folder and terms."""
     found = files_of(dataset, folder)
     lines = [f"{dataset.name}: {dataset.title}"]
     for name, path in found.items():
@@ -87,18 +89,18 @@ def described(dataset: Dataset, folder: Path) -> list[str]:
 
 
 def size_of(path: Path) -> str:
-    """In bytes; of a folder, how many files."""
+    """Size of a file in bytes, or the number of files in a folder, as text."""
     if path.is_dir():
         return f"{sum(1 for _ in path.iterdir()):,} files"
     return f"{path.stat().st_size:,} bytes"
 
 
 def report(name: Name, root: Path | None) -> int:
-    """Print what a check found; 1 when something is wrong."""
+    """Check a dataset and print the result; returns 1 for a fault, else 0."""
     from retreever.lab.data_check import check
 
     found = check(name, root)
     for line in found.lines:
-        print(f"{name}: {line}")
-    print(f"{name}: {'FAULT: ' + found.fault if found.fault else 'good'}", flush=True)
+        print(f"{name}: {one_line(line)}")
+    print(f"{name}: {'FAULT: ' + one_line(found.fault) if found.fault else 'good'}", flush=True)
     return int(bool(found.fault))

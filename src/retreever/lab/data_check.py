@@ -1,26 +1,29 @@
-"""Looks at a dataset's files as closely as training would: all there, readable to the last byte, and how many of what.
+"""Checks of a dataset's files: all present, readable to the last byte, with the expected counts and checksums.
 
-A file that reads well but is not the official one, by checksum or counts, is said to differ; that is no fault.
+A readable file whose checksum or counts differ from the official one is reported as different, not as a fault.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from retreever.data.cache import CHUNK
 from retreever.data.catalogue import DATASETS, Dataset, Name, find_data, places_of
+from retreever.data.unpack import LARGEST
 from retreever.errors import DataError, RetreeverError
+from retreever.files import open_regular
 
 OFFICIAL, OTHER = "as the official files have it", "differs from the official files"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found: the folder, lines in words, and what is wrong, if anything."""
+    """Result of a check: lines of text, the folder first, and the fault, empty if none."""
 
     name: Name
     lines: tuple[str, ...]
@@ -50,7 +53,8 @@ def _emnist(folder: Path) -> Iterator[str]:
         if int(labels.max()) >= CLASSES:
             raise DataError(f"{labels_file}: expected labels from 0 to {CLASSES - 1}, got {int(labels.max())}")
         counts = labels.bincount(minlength=CLASSES)
-        digits, whole = int(counts[:DIGITS].sum()), bool((counts == per_class).all())
+        digits = int(counts[:DIGITS].sum())
+        whole = bool((counts == per_class).all())
         count, height, width = images.shape
         yield (
             f"{part}: {count:,} images of {height} x {width}, {int((counts > 0).sum())} classes, "
@@ -59,7 +63,7 @@ def _emnist(folder: Path) -> Iterator[str]:
 
 
 def _celeba(folder: Path) -> Iterator[str]:
-    """Every image named is read; the first of each part is decoded, all are when the cache is made."""
+    """Reads every image and decodes the first of each part; all are decoded when the cache is made."""
     from retreever.data.celeba_files import PARTS, decode, find_celeba, read_partition, reader
 
     source = find_celeba(folder)
@@ -95,7 +99,7 @@ _CHECKS: dict[Name, Callable[[Path], Iterator[str]]] = {
 
 
 def _checksums(dataset: Dataset, place: Path) -> Iterator[str]:
-    """Of the files whose official checksum is known; gzipped ones as they are unpacked."""
+    """Compares checksums of the (unpacked) files with the official ones, where those are known."""
     if not dataset.md5:
         yield "checksums: those of the official files are not known"
     for name, md5 in dataset.md5:
@@ -106,7 +110,15 @@ def _checksums(dataset: Dataset, place: Path) -> Iterator[str]:
 
 def _unpacked_md5(file: Path) -> str:
     found = hashlib.md5(usedforsecurity=False)
-    with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream:
-        while piece := stream.read(CHUNK):
-            found.update(piece)
+    size = 0
+    with open_regular(file, LARGEST, DataError) as packed:
+        stream = gzip.GzipFile(fileobj=packed) if file.suffix == ".gz" else packed
+        try:
+            while piece := stream.read(CHUNK):
+                found.update(piece)
+                size += len(piece)
+                if size > LARGEST:
+                    raise DataError(f"{file}: expected at most {LARGEST:,} bytes unpacked, got more")
+        except (EOFError, zlib.error) as error:
+            raise DataError(f"{file}: gzip data are truncated or damaged: {error}") from error
     return found.hexdigest()

@@ -1,4 +1,4 @@
-"""What the commands on tables do: list, print, draw, train what is missing, collect."""
+"""Implementation of the commands on tables: list, print, draw, train missing runs, collect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def list_tables(as_json: bool, folder: Path) -> None:
-    """Names, titles and how much of each was run."""
+    """Print the name, title and number of finished cells of every table."""
     recipes, paper, results = recipes_in(folder), load_paper(folder), load_results(folder)
     lines = []
     for name, recipe in recipes.items():
@@ -39,7 +39,7 @@ def list_tables(as_json: bool, folder: Path) -> None:
 
 
 def print_table(name: str, as_json: bool, folder: Path) -> None:
-    """The table: in colour in a terminal, as Markdown when piped, or its rows as JSON."""
+    """Print a table: in colour in a terminal, as Markdown when piped, or its rows as JSON."""
     recipe = find_recipe(folder, name)
     rows = load_rows(recipe, folder)
     if as_json:
@@ -53,13 +53,13 @@ def print_table(name: str, as_json: bool, folder: Path) -> None:
 
 
 def draw(name: str, out: Path | None, folder: Path) -> None:
-    """The figure, and where it is."""
+    """Draw the figure of a table and print its file name."""
     recipe = find_recipe(folder, name)
     print(f"written: {draw_figure(recipe, folder, out or figure_file(recipe, folder.parent / 'docs'))}")
 
 
 def run_experiment(options: Experiment) -> None:
-    """Train what is missing of a table, collect, print."""
+    """Train the missing runs of a table, collect them and print the table."""
     from retreever.lab.experiments.computed import compute
     from retreever.lab.recipes.command import train
 
@@ -78,7 +78,7 @@ def run_experiment(options: Experiment) -> None:
 
 
 def collect_runs(options: Collect) -> None:
-    """All finished runs any table needs."""
+    """Collect all finished runs that some table needs."""
     if not options.runs.is_dir():
         raise ConfigError(f"runs: expected a folder of run folders, got {options.runs}")
     needed: dict[str, PlannedRun] = {}
