@@ -71,6 +71,42 @@ def test_a_dead_process_ends_the_job_and_leaves_a_good_checkpoint(tmp_path: Path
     load_checkpoint(newest)
 
 
+def rank_pids(job: subprocess.Popen[str]) -> list[int]:
+    """Process numbers of all ranks, by rank."""
+    children = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
+    pids: dict[int, int] = {}
+    for child in children:
+        for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                pids[int(entry.removeprefix(b"RANK="))] = int(child)
+    return [pids[rank] for rank in sorted(pids)]
+
+
+def test_a_signal_to_one_process_stops_all_after_the_same_step_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    """With dropout, whose random numbers are each process's own."""
+    options = ("--dropout", "0.1", "--steps", "150", "--save-every", "150", "--evaluate-every", "20")
+    whole = start(tmp_path / "whole", 2, *options)
+    _, error = whole.communicate(timeout=120)
+    assert whole.returncode == 0, error[-2000:]
+    job = start(tmp_path / "broken", 2, *options)
+    folder = RunFolder(tmp_path / "broken" / NAME)
+    deadline = time.monotonic() + 60
+    while not folder.metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(rank_pids(job)[1], signal.SIGTERM)
+    _, error = job.communicate(timeout=60)
+    assert "stopped by SIGTERM after step" in error and "can be resumed" in error
+    newest = latest_checkpoint(folder.checkpoints)
+    assert newest is not None and 20 <= load_checkpoint(newest)[1]["step"] < 150
+    again = start(tmp_path / "broken", 2, *options, "--resume")
+    _, error = again.communicate(timeout=120)
+    assert again.returncode == 0, error[-2000:]
+    last = [tmp_path / run / NAME / "checkpoints" / "step-000000150" for run in ("whole", "broken")]
+    found = [load_checkpoint(path)[0] for path in last]
+    assert found[0]["random.dropout"].shape[0] == 2 and found[0].keys() == found[1].keys()
+    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
+
+
 def test_rows_are_shared_out_evenly_and_odd_batches_refused() -> None:
     ranks = [Ranks(rank, 4) for rank in range(4)]
     rows = torch.arange(8)

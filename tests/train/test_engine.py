@@ -148,14 +148,14 @@ def test_weights_that_run_away_are_not_blamed_on_the_data_alone() -> None:
         ({"model": torch.ones(1)}, "^model: expected a model, got Tensor"),
         ({"model": ReTreever(**TINY).requires_grad_(False)}, "^model: expected weights to train, got none"),
         pytest.param(
-            {"device": "cuda"}, "^device: expected one that is here, got cuda",
+            {"device": "cuda"}, "^device: cuda is not available here, only cpu",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"model": ReTreever(**TINY), "task": CopyTask(8), "config": CONFIG} | wrong
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(RetreeverError, match=message):
         fit(**arguments)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,27 @@ def test_a_run_that_fails_ends_alone_with_its_last_good_checkpoint(tmp_path: Pat
     found = latest_checkpoint(runs[0].folder.checkpoints)
     assert found is not None and found.name.endswith("3")
     assert all(value.isfinite().all() for value in newest(runs[0].folder).values() if value.is_floating_point())
+
+
+def test_runs_in_threads_have_the_bits_they_have_alone(tmp_path: Path) -> None:
+    """Dropout draws from torch's default generator, of which a process has one; it comes back as it was."""
+    runs = [a_run(tmp_path / "threads", seed) for seed in (0, 1, 2)]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda run: train_in(run.folder, run.trainer), runs))
+    assert torch.equal(torch.get_rng_state(), before)
+    for seed in (0, 1, 2):
+        alone = a_run(tmp_path / "alone", seed)
+        train_in(alone.folder, alone.trainer)
+        assert_same(RunFolder(tmp_path / "threads" / f"seed{seed}"), alone.folder)
+
+
+def test_a_signal_the_parent_shell_ignores_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run = a_run(tmp_path, 0, lambda progress: os.kill(os.getpid(), signal.SIGINT))
+        train_together([run])
+        assert run.trainer.done and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,1 +1,1 @@
-"""Trained weights that come with the package: loaded offline, verified, each with a card that says what it is."""
+"""Trained weights that come with the package: loaded offline, verified, each with a card that describes it."""

@@ -1,13 +1,14 @@
-"""The card beside trained weights: what they are, what they were trained on, what they score. Free of torch.
+"""The card beside trained weights: what they are, what they were trained on, what they score. Does not import torch.
 
-Weights are two files: NAME.safetensors, model tensors alone, and NAME.json, the card, with the settings that build the
-model and the sha256 that the tensors must have.
+Weights are two files: NAME.safetensors, the tensors of the model, and NAME.json, the card, with the settings that build
+the model and the sha256 of the tensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from retreever.arguments import reject
 from retreever.errors import CheckpointError
 from retreever.files import os_errors
+from retreever.files import read_bytes as read_regular
 
 FORMAT = 2
 MAX_BYTES = 2_000_000  # of either file
@@ -85,11 +87,11 @@ class Card:
     format: int = FORMAT
 
     def to_text(self) -> str:
-        """As the file holds it."""
+        """The text of the card's file (JSON)."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
     def differs(self, scores: dict[str, float]) -> list[str]:
-        """Which of `scores`, that were taken again, are not those of the card."""
+        """Names of the scores on the card that the new `scores` do not reproduce."""
 
         def same(ours: float, card: float) -> bool:
             return abs(ours - card) <= self.tolerance * max(1.0, abs(card))  # NaN is never the same
@@ -98,12 +100,12 @@ class Card:
 
 
 def weights_folder(folder: str | Path | None = None) -> Traversable:
-    """Where weights are: `folder`, or inside the package."""
+    """The folder of the weights: `folder`, or the one in the package."""
     return Path(folder) if folder is not None else files("retreever").joinpath("pretrained").joinpath("weights")
 
 
 def pretrained_names(folder: str | Path | None = None) -> list[str]:
-    """Names of all weights that came with the package, or lie in `folder`."""
+    """Names of all weights in the package, or in `folder`."""
     place = weights_folder(folder)
     with os_errors(str(place), "cannot be read", CheckpointError):
         found = place.iterdir() if place.is_dir() else iter(())
@@ -111,7 +113,7 @@ def pretrained_names(folder: str | Path | None = None) -> list[str]:
 
 
 def read_card(name: str, folder: str | Path | None = None) -> Card:
-    """The card of that name; an unknown name is an `InputError` that lists what there is."""
+    """The card of that name; an unknown name raises an `InputError` that lists the known ones."""
     known, place = pretrained_names(folder), weights_folder(folder)
     if not known:
         reject("folder", "one with weights (NAME.json and NAME.safetensors)", place)
@@ -127,7 +129,9 @@ def read_card(name: str, folder: str | Path | None = None) -> Card:
 
 
 def read_bytes(file: Traversable, most: int) -> bytes:
-    """All of a file that has at most so many bytes."""
+    """The contents of a file of at most `most` bytes; on disk, a regular file."""
+    if isinstance(file, Path):
+        return read_regular(file, most, CheckpointError)
     with os_errors(str(file), "cannot be read", CheckpointError), file.open("rb") as stream:
         data = stream.read(most + 1)
     if len(data) > most:
@@ -136,7 +140,7 @@ def read_bytes(file: Traversable, most: int) -> bytes:
 
 
 def _checked(file: Traversable, name: str, found: Any) -> Card:
-    """A card whose entries are all there and of their types."""
+    """The card in `found`, after checking that all entries are present and of their types."""
 
     def fail(key: str, expected: object, got: object) -> NoReturn:
         raise CheckpointError(f"{file}: {key}: expected {expected}, got {got}")
@@ -157,7 +161,8 @@ def _checked(file: Traversable, name: str, found: Any) -> Card:
     if not found["scores"]:
         fail("scores", "one or more", "none")
     for key, value in [("tolerance", found["tolerance"]), *((f"scores.{k}", v) for k, v in found["scores"].items())]:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or not abs(value) <= sys.float_info.max:
             fail(key, "a finite number", repr(value))
     if found["name"] != name:
         fail("name", repr(name), repr(found["name"]))

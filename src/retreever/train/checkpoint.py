@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from retreever.arguments import check_int, reject
 from retreever.errors import CheckpointError
-from retreever.files import make_folder, os_errors, sync_folder, write_synced
+from retreever.files import make_folder, open_regular, os_errors, read_bytes, sync_folder, write_synced
 
 TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
-FORMAT, MAX_HEADER, MAX_MANIFEST = 1, 100_000_000, 10_000_000  # a version; bytes that are parsed as JSON
+FORMAT = 1
+MAX_HEADER, MAX_MANIFEST, MAX_STATE = 100_000_000, 10_000_000, 100_000_000  # bytes that are parsed as JSON
 _FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2"
 _OTHERS = "bool int64 int32 int16 int8 uint64 uint32 uint16 uint8"
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): name for name in f"{_FLOATS} {_OTHERS}".split()}
@@ -63,12 +65,20 @@ def save_checkpoint(
         _tidy(target.parent)
         try:
             _write(target, contents)
-            for old in _numbered(target.parent)[:-keep] if name is None else ():
-                if old != target:
-                    os.replace(old, _draft(old))  # gone in one step; deleted below
+            if name is None:
+                _prune(target.parent, keep, target)
         finally:
             _tidy(target.parent)
     return target
+
+
+def tidy_checkpoints(folder: str | Path, keep: int = 2) -> None:
+    """Finish what a killed writer left: half-written checkpoints go, and all but the `keep` newest numbered ones."""
+    path = Path(folder)
+    if path.exists():
+        with os_errors(path, "cannot be written", CheckpointError):
+            _prune(path, keep)
+            _tidy(path)
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -79,38 +89,46 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and state of a checkpoint, in the order they were saved; the first thing amiss is a `CheckpointError`."""
-    folder = Path(path)
-    with os_errors(folder, "cannot be read", CheckpointError):
-        if not folder.exists() and _aside(folder).exists():
-            folder = _aside(folder)  # its writer was killed while the successor took its place
+    folder = _place(path)
     files, wanted = _read_manifest(folder / MANIFEST)
     state = _parse(folder / STATE, _verified(folder / STATE, *files[STATE]))
     if not isinstance(state, dict):
-        _fail(folder / STATE, "a JSON object", type(state).__name__)
+        refuse(folder / STATE, "a JSON object", type(state).__name__)
     tensors = _decode(folder / TENSORS, _verified(folder / TENSORS, *files[TENSORS]))
-    _compare(folder / TENSORS, wanted, tensors)
+    check_fits(folder / TENSORS, tensors, wanted)
     return {key: tensors[key].to(device) for key in wanted}, state
 
 
-def check_fits(path: str | Path, tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Names, dtypes and shapes of `tensors`, which came from `path`, must be those of `wanted`."""
-    _compare(path, {key: _describe(tensor) for key, tensor in wanted.items()}, tensors)
+def describe_checkpoint(path: str | Path) -> dict[str, str]:
+    """Dtype and shape of every tensor, as the manifest has them: what a model must fit before anything is loaded."""
+    return _read_manifest(_place(path) / MANIFEST)[1]
 
 
-def _fail(where: object, expected: object, got: object) -> NoReturn:
+def check_fits(path: str | Path, found: Mapping[str, Tensor | str], wanted: Mapping[str, Tensor | str]) -> None:
+    """Names, dtypes and shapes of the tensors `found` in `path` must be those `wanted`; either may be descriptions."""
+    ours, theirs = ({key: _describe(value) for key, value in tensors.items()} for tensors in (wanted, found))
+    wrong = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+    if wrong:
+        key, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        refuse(f"{path}: {key}", ours.get(key, "no such tensor"), theirs.get(key, "no such tensor") + more)
+
+
+def refuse(where: object, expected: object, got: object) -> NoReturn:
+    """Raise the one-line `CheckpointError`: file and entry, what was expected, what it holds."""
     raise CheckpointError(" ".join(f"{where}: expected {expected}, got {got}".splitlines()))
 
 
-def _compare(path: str | Path, wanted: dict[str, str], tensors: dict[str, Tensor]) -> None:
-    found = {key: _describe(tensor) for key, tensor in tensors.items()}
-    wrong = [key for key in wanted | found if wanted.get(key) != found.get(key)]
-    if wrong:
-        key, more = wrong[0], f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        _fail(f"{path}: {key}", wanted.get(key, "no such tensor"), found.get(key, "no such tensor") + more)
-
-
-def _describe(tensor: Tensor) -> str:
+def _describe(tensor: Tensor | str) -> str:
+    if isinstance(tensor, str):
+        return tensor
     return f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+
+
+def _place(path: str | Path) -> Path:
+    """Where the checkpoint lies: aside, if its writer was killed while the successor took its place."""
+    folder = Path(path)
+    with os_errors(folder, "cannot be read", CheckpointError):
+        return _aside(folder) if not folder.exists() and _aside(folder).exists() else folder
 
 
 def _aside(target: Path) -> Path:
@@ -141,6 +159,13 @@ def _write(target: Path, contents: dict[str, bytes]) -> None:
     sync_folder(target.parent)
 
 
+def _prune(folder: Path, keep: int, written: Path | None = None) -> None:
+    """Rename all but the `keep` newest numbered checkpoints, and the one just `written`, so that `_tidy` deletes them."""
+    for old in _numbered(folder)[:-keep]:
+        if old != written:
+            os.replace(old, _draft(old))  # gone in one step
+
+
 def _tidy(folder: Path) -> None:
     """Delete what nobody needs; a checkpoint left aside without a successor gets its name back."""
     for entry in list(folder.iterdir()):
@@ -154,12 +179,12 @@ def _tidy(folder: Path) -> None:
 def _encode(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> dict[str, bytes]:
     """All files of a checkpoint by name, the manifest last."""
     if type(state) is not dict:
-        _fail(f"{target}: state", "a dict", type(state))
+        refuse(f"{target}: state", "a dict", type(state))
     try:
         _check_json(f"{target}: state", state)
         contents = {STATE: json.dumps(state, ensure_ascii=False).encode(), TENSORS: _pack(target, tensors)}
     except (ValueError, RecursionError) as error:  # half a surrogate pair, an endless int, a list inside itself
-        _fail(target, "names and state that JSON can hold", error)
+        refuse(target, "names and state that JSON can hold", error)
     manifest = {
         "format": FORMAT,
         "files": {name: {"size": len(data), "sha256": sha256(data).hexdigest()} for name, data in contents.items()},
@@ -167,7 +192,7 @@ def _encode(target: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> 
     }
     contents[MANIFEST] = json.dumps(manifest, indent=1).encode()
     if len(contents[MANIFEST]) > MAX_MANIFEST:
-        _fail(target, f"tensors that a manifest of {MAX_MANIFEST} bytes can name", len(tensors))
+        refuse(target, f"tensors that a manifest of {MAX_MANIFEST} bytes can name", len(tensors))
     return contents
 
 
@@ -176,13 +201,13 @@ def _check_json(where: str, value: object) -> None:
     if type(value) is dict:
         for key, inner in value.items():
             if type(key) is not str:
-                _fail(where, "keys of type str", repr(key))
+                refuse(where, "keys of type str", repr(key))
             _check_json(f"{where}.{key}", inner)
     elif type(value) is list:
         for index, inner in enumerate(value):
             _check_json(f"{where}[{index}]", inner)
     elif value is not None and type(value) not in (str, int, float, bool):
-        _fail(where, "dict, list, str, int, float, bool or None", type(value))
+        refuse(where, "dict, list, str, int, float, bool or None", type(value))
 
 
 def _pack(target: Path, tensors: dict[str, Tensor]) -> bytes:
@@ -191,11 +216,11 @@ def _pack(target: Path, tensors: dict[str, Tensor]) -> bytes:
     seen: set[int] = set()
     for key, tensor in tensors.items():
         if not isinstance(key, str) or key == "__metadata__":
-            _fail(f"{target}: tensors", "names of type str", repr(key))
+            refuse(f"{target}: tensors", "names of type str", repr(key))
         if not isinstance(tensor, Tensor):
-            _fail(f"{target}: {key}", "a tensor", type(tensor))
+            refuse(f"{target}: {key}", "a tensor", type(tensor))
         if tensor.is_meta or tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-            _fail(f"{target}: {key}", "dense real numbers", f"{_describe(tensor)} {tensor.layout} on {tensor.device}")
+            refuse(f"{target}: {key}", "dense real numbers", f"{_describe(tensor)} {tensor.layout} on {tensor.device}")
         dense = tensor.detach().to("cpu").resolve_neg().contiguous()
         memory = dense.untyped_storage().data_ptr()
         packed[key] = dense.clone() if memory in seen else dense
@@ -205,16 +230,18 @@ def _pack(target: Path, tensors: dict[str, Tensor]) -> bytes:
 
 def _read_manifest(file: Path) -> tuple[dict[str, tuple[int, str]], dict[str, str]]:
     """Size and SHA-256 of both files, description of every tensor."""
-    manifest = _parse(file, _read(file, MAX_MANIFEST))
+    manifest = _parse(file, read_bytes(file, MAX_MANIFEST, CheckpointError))
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version != FORMAT:
-        _fail(f"{file}: format", f"version {FORMAT}", version)
+        refuse(f"{file}: format", f"version {FORMAT}", version)
     try:
         entries = {name: manifest["files"][name] for name in (TENSORS, STATE)}
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in entries.items()}
         tensors = {key: f"{entry['dtype']} {tuple(entry['shape'])}" for key, entry in manifest["tensors"].items()}
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        _fail(file, "size and sha256 of both files, dtype and shape of all tensors", f"{type(error).__name__} {error}")
+        refuse(file, "size and sha256 of both files, dtype and shape of all tensors", f"{type(error).__name__} {error}")
+    if files[STATE][0] > MAX_STATE:
+        refuse(f"{file}: {STATE}: size", f"at most {MAX_STATE}", files[STATE][0])
     return files, tensors
 
 
@@ -222,29 +249,24 @@ def _parse(file: Path, data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        _fail(file, "JSON", error)
+        refuse(file, "JSON", error)
 
 
 def _verified(file: Path, size: int, digest: str) -> bytes:
     """The bytes that are checked are the bytes that are used: read once, and only if there are as many as promised."""
-    data = _read(file, size, exact=True)
+    with open_regular(file, 2**62, CheckpointError) as stream, os_errors(file, "cannot be read", CheckpointError):
+        if (found_size := os.fstat(stream.fileno()).st_size) != size:
+            refuse(file, f"{size} bytes", found_size)
+        data = stream.read(size)
     if (found := sha256(data).hexdigest()) != digest:
-        _fail(file, f"sha256 {digest}", found)
+        refuse(file, f"sha256 {digest}", found)
     return data
-
-
-def _read(file: Path, most: int, exact: bool = False) -> bytes:
-    with os_errors(file, "cannot be read", CheckpointError), open(file, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size > most or (exact and size < most):
-            _fail(file, f"{'' if exact else 'at most '}{most} bytes", size)
-        return stream.read(size)
 
 
 def _decode(file: Path, data: bytes) -> dict[str, Tensor]:
     if (header := int.from_bytes(data[:8], "little")) > (limit := min(MAX_HEADER, len(data) - 8)):
-        _fail(file, f"a header of at most {limit} bytes", header)
+        refuse(file, f"a header of at most {limit} bytes", header)
     try:
         return safetensors.torch.load(data)
-    except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError, AssertionError) as error:
-        _fail(file, "a safetensors file", f"{type(error).__name__} {error}")
+    except (safetensors.SafetensorError, ArithmeticError, KeyError, ValueError, RuntimeError, AssertionError) as error:
+        refuse(file, "a safetensors file", f"{type(error).__name__} {error}")

@@ -33,7 +33,7 @@ class TrainConfig:
         precision: "tf32" lets GPUs multiply in TensorFloat32 (CPUs always use float32), "fp32" does not, "bf16" runs
             the forward pass in bfloat16; weights, losses and the optimiser are float32 in all three.
         graph: on a GPU, run the whole step as one CUDA graph where the task allows it.
-        compile: let torch.compile fuse the model first; takes half a minute, then steps are faster.
+        compile: let torch.compile fuse the loss first; takes one to two minutes, then steps are faster.
         deterministic: on a GPU, only kernels that repeat themselves to the bit, so that a resumed run does.
     """
 

@@ -7,7 +7,8 @@ process with the whole batch. The first process evaluates and writes; the others
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,9 +67,59 @@ class Ranks:
         if self.world == 1:
             assert value is not None
             return value
-        told = torch.tensor(0.0 if value is None else value, dtype=torch.float64, device=device)
-        dist.broadcast(told, src=0)
-        return float(told)
+        shared = torch.tensor(0.0 if value is None else value, dtype=torch.float64, device=device)
+        dist.broadcast(shared, src=0)
+        return float(shared)
+
+    def gather(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The tensors of all processes, a row for each, on the CPU."""
+        mine = tensor.to(device)
+        rows = [mine]
+        if self.world > 1:
+            rows = [torch.empty_like(mine) for _ in range(self.world)]
+            dist.all_gather(rows, mine)
+        return torch.stack(rows).cpu()
+
+    def largest(self, values: Sequence[float], device: torch.device) -> list[float]:
+        """The largest of each value over all processes."""
+        if self.world == 1:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        found: list[float] = shared.tolist()
+        return found
+
+    def wait(self) -> None:
+        """Return once all processes have come here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+class Agreement:
+    """Whether any process was asked to stop, found out by all after the same step.
+
+    Processes ask each other about twice a second: how many steps lie between two questions follows from the time the
+    slowest process took since the last one, which all know.
+    """
+
+    PERIOD, MOST = 0.5, 64  # seconds; steps
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.ranks, self.device = ranks, device
+        self.every, self.left, self.since = 1, 1, time.monotonic()
+
+    def stop(self, asked: bool) -> bool:
+        """Whether to stop now; to be called by all processes after each step."""
+        if self.ranks.world == 1:
+            return asked
+        self.left -= 1
+        if self.left > 0:
+            return False
+        now = time.monotonic()
+        anyone, seconds = self.ranks.largest([float(asked), now - self.since], self.device)
+        self.every = max(1, min(self.MOST, 2 * self.every, int(self.every * self.PERIOD / max(seconds, 1e-6))))
+        self.left, self.since = self.every, now
+        return anyone > 0
 
 
 class LossOf(nn.Module):

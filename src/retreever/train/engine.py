@@ -13,6 +13,7 @@ from torch import nn
 
 from retreever.arguments import reject
 from retreever.batch import Batch
+from retreever.checks import find_device
 from retreever.errors import InputError, RetreeverError
 from retreever.objective import Loss
 from retreever.tasks.padding import Room
@@ -33,8 +34,9 @@ AHEAD = 50  # steps a GPU may run ahead of the checks of its losses
 class Trainer:
     """One run: a model, its optimiser, its random streams and how far it has come.
 
-    The same model, task and config give the same bits on the same machine, whatever else runs in the process: data,
-    sampled paths and dropout each have a stream of the run's own.
+    The same model, task and config give the same bits on the same machine, alone or beside other runs in the process:
+    data, sampled paths and dropout each have a stream of the run's own. Dropout draws from torch's default generator,
+    which is the run's during a step; other threads should not draw from it meanwhile (give them a generator).
 
     On a GPU the whole step is one CUDA graph where the task gives batches of a few shapes (`Padded`); steps are then
     queued without waiting for their losses, which `settle` reads.
@@ -43,20 +45,20 @@ class Trainer:
     def __init__(
         self, model: Model, task: Task, config: TrainConfig, device: str = "cpu", ranks: Ranks = ALONE
     ) -> None:
-        _check_run(model, task, config, device)
+        _check_run(model, task, config)
         ranks.check(config.batch)
         self.model, self.task, self.config, self.ranks = model, task, config, ranks
-        self.device = torch.device(device)
-        model.to(device)
+        self.device = find_device(device)
+        model.to(str(self.device))
         model.train()
         cuda = self.device.type == "cuda"
         self.graphed = cuda and config.graph and ranks.world == 1 and isinstance(task, Padded)
         data = task.training(config.seed)
         seed = data.initial_seed()
-        self.stream = torch.Generator(device).manual_seed(seed) if self.graphed else data
+        self.stream = torch.Generator(self.device).manual_seed(seed) if self.graphed else data
         self.sizing = data if self.graphed else torch.Generator()  # the host's part of the data: how many points
         self.sizes, self.room = torch.zeros(2, dtype=torch.int64, device=self.device), Room(0, 0)
-        self.paths = torch.Generator(device).manual_seed(seed ^ PATHS)
+        self.paths = torch.Generator(self.device).manual_seed(seed ^ PATHS)
         self.dropout = OwnDefault(self.device, config.seed + ranks.rank)
         self.queue: Any = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         assert isinstance(model, nn.Module)
@@ -198,7 +200,7 @@ def fit(
     return trainer.history
 
 
-def _check_run(model: Model, task: Task, config: TrainConfig, device: str) -> None:
+def _check_run(model: Model, task: Task, config: TrainConfig) -> None:
     """What would otherwise fail somewhere inside the first step."""
     if not isinstance(config, TrainConfig):
         reject("config", "a TrainConfig", type(config).__name__)
@@ -213,8 +215,6 @@ def _check_run(model: Model, task: Task, config: TrainConfig, device: str) -> No
         )
     if not any(weight.requires_grad for weight in model.parameters()):
         reject("model", "weights to train", "none that require a gradient")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        reject("device", "one that is here", f"{device}, and torch finds no GPU")
 
 
 def _check_loss(loss: Loss, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
@@ -69,7 +70,8 @@ class Board:
         if over or now - self._shown[index] >= self.seconds:
             self._shown[index] = now
             text = _describe(progress, self.metric)
-            print(f"{self.names[index]}: {text}", file=self.stream, flush=True)
+            with suppress(OSError):  # a full disk under the log is no reason to stop training
+                print(f"{self.names[index]}: {text}", file=self.stream, flush=True)
 
 
 def counted(
@@ -80,7 +82,8 @@ def counted(
     for count, item in enumerate(items):
         if time.monotonic() - shown >= seconds:
             shown = time.monotonic()
-            print(f"{name}: {count:,} of {total:,} batches", file=stream or sys.stderr, flush=True)
+            with suppress(OSError):
+                print(f"{name}: {count:,} of {total:,} batches", file=stream or sys.stderr, flush=True)
         yield item
 
 

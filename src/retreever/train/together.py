@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from retreever.errors import RetreeverError
+from retreever.train.distributed import Agreement
 from retreever.train.engine import Trainer
 from retreever.train.protocols import Record, Watcher
 from retreever.train.resume import record, resume_from, save
@@ -58,7 +59,7 @@ class Run:
         except RetreeverError as error:
             self.failed = error
             return
-        if len(trainer.history) > records and trainer.ranks.first:
+        if len(trainer.history) > records:
             record(self.folder, trainer)
         for watch in self.watchers:
             watch(progress)
@@ -66,8 +67,8 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """A checkpoint of this very step, once."""
-        if self.trainer.ranks.first and self.saved != self.trainer.step:
+        """A checkpoint of this very step, once; all processes take part."""
+        if self.saved != self.trainer.step:
             save(self.folder, self.trainer)
         self.saved = self.trainer.step
 
@@ -83,8 +84,12 @@ def train_together(runs: Sequence[Run]) -> None:
 
     On a signal all are saved and `Stopped` is raised; a second one stops at once.
     """
+    if not runs:
+        return
     for run in runs:
         resume_from(run.folder, run.trainer)
+    first = runs[0].trainer
+    agreement = Agreement(first.ranks, first.device)
     with _signals() as asked:
         while active := [run for run in runs if run.active]:
             for run in active:
@@ -92,8 +97,8 @@ def train_together(runs: Sequence[Run]) -> None:
             for run in active:
                 if run.failed is None and run.trainer.due:
                     run.settle()
-            if asked and (left := [run for run in active if run.active]):
-                raise _stop(asked[0], left)
+            if agreement.stop(bool(asked)) and (left := [run for run in active if run.active]):
+                raise _stop(asked[0] if asked else "SIGTERM", left)
     failed = [run for run in runs if run.failed is not None]
     if len(runs) == 1 and failed:
         raise failed[0].failed or AssertionError
@@ -108,8 +113,8 @@ def _stop(name: str, runs: list[Run]) -> Stopped:
             run.settle()
         run.save()
     which = str(runs[0].folder.path) if len(runs) == 1 else f"{len(runs)} runs"
-    said = f"stopped by {name} after step {runs[0].trainer.step}; {which} can be resumed"
-    return Stopped(said, 128 + signal.Signals[name])
+    message = f"stopped by {name} after step {runs[0].trainer.step}; {which} can be resumed"
+    return Stopped(message, 128 + signal.Signals[name])
 
 
 @contextmanager
@@ -122,11 +127,11 @@ def _signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
 
-    kinds = (signal.SIGINT, signal.SIGTERM)
     before: dict[Any, Any] = {}
     try:
-        for kind in kinds:
-            before[kind] = signal.signal(kind, note)
+        for kind in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(kind) is not signal.SIG_IGN:  # ignored for a job in the background of a shell
+                before[kind] = signal.signal(kind, note)
     except ValueError:  # not in the main thread: signals are somebody else's business
         before.clear()
     try:

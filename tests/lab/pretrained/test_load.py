@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,16 @@ def test_missing_short_and_long_files_are_refused(folder: Path) -> None:
     file.write_bytes(data[:-1])
     refused(folder, rf"tiny\.safetensors: size: expected {len(data)} bytes, got {len(data) - 1}")
     file.write_bytes(bytes(MAX_BYTES + 1))
-    refused(folder, rf"tiny\.safetensors: expected at most {MAX_BYTES} bytes, got more")
+    refused(folder, rf"tiny\.safetensors: expected at most {MAX_BYTES:,} bytes, got {MAX_BYTES + 1:,}")
     file.unlink()
     refused(folder, r"tiny\.safetensors: cannot be read: No such file")
+
+
+@pytest.mark.parametrize("name", ["tiny.json", "tiny.safetensors"])
+def test_a_pipe_in_place_of_a_file_does_not_hang(name: str, folder: Path) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    refused(folder, rf"{name}: cannot be read: expected a regular file, got a pipe")
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 8, b"\xff" * 64, b"not a tensor in sight"])
@@ -122,6 +130,7 @@ def test_tensors_that_do_not_fit_are_named(folder: Path, exported: Path) -> None
         ({"scores": {}}, "scores: expected one or more, got none"),
         ({"scores": {"test": float("nan")}}, r"scores\.test: expected a finite number, got nan"),
         ({"scores": {"test": "good"}}, r"scores\.test: expected a finite number, got 'good'"),
+        ({"scores": {"test": 10**400}}, r"scores\.test: expected a finite number, got 1000"),
         ({"settings": {}}, r"settings\.task: expected an entry, got none"),
         ({"model": {}}, "model: kind: expected one of ReTreever, TransformerCA, PerceiverIO, got None"),
         ({"model": {"kind": []}}, r"model: kind: expected one of ReTreever, TransformerCA, PerceiverIO, got \[\]"),

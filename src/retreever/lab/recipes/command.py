@@ -1,4 +1,4 @@
-"""What `retreever train` and `retreever eval` do: settings in, run folders and printed results out."""
+"""Implementation of `retreever train` and `retreever eval`: from settings to run folders and printed results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from retreever.arguments import check_int, reject
 from retreever.batch import Batch
 from retreever.checks import find_device
-from retreever.errors import CheckpointError, ConfigError
+from retreever.errors import CheckpointError, ConfigError, one_line
 from retreever.lab.recipes.figures import draw_run
 from retreever.lab.recipes.options import Where
 from retreever.lab.recipes.recipe import Recipe, recipe_from_json
@@ -23,18 +23,18 @@ from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
 from retreever.tasks.gp import GPTask, Kernel
 from retreever.tasks.seeds import derive_seed
-from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
+from retreever.train.checkpoint import describe_checkpoint, latest_checkpoint, load_checkpoint
 from retreever.train.distributed import Ranks, ranks_of_job
 from retreever.train.engine import Trainer
 from retreever.train.log import Board, counted, open_tensorboard, summary_writer
 from retreever.train.protocols import Task
 from retreever.train.run import RunFolder, read_json
 from retreever.train.score import evaluate
-from retreever.train.state import restore_model
+from retreever.train.state import check_buildable, restore_model
 from retreever.train.together import Run, train_together
 from retreever.version import __version__
 
-QUICK_BATCHES = 25  # of a test set, looked at by a quick run
+QUICK_BATCHES = 25  # batches of a test set that a quick run is scored on
 
 
 class TestableTask(Task, Protocol):
@@ -46,7 +46,7 @@ class TestableTask(Task, Protocol):
 
     @property
     def test_batches(self) -> int:
-        """How many they are."""
+        """Number of batches of `test`."""
         ...
 
 
@@ -54,7 +54,7 @@ Tests = dict[str, TestableTask]
 
 
 class Plan(NamedTuple):
-    """A run to come: its recipe, its folder, its task (shared by runs that train on the same)."""
+    """A planned run: its recipe, its folder, its task (shared by runs of the same task)."""
 
     recipe: Recipe
     folder: RunFolder
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
 
 def train(recipes: Sequence[Recipe], where: Where) -> None:
-    """Train all, each in its own folder, side by side on a GPU; refuse before any work is done."""
+    """Train all recipes, each in its own folder, side by side on a GPU. Errors are raised before any training."""
     check_int("at_once", where.at_once, 1)
     if where.resume and where.overwrite:
         reject("resume", "one of --resume and --overwrite", "both")
@@ -75,31 +75,32 @@ def train(recipes: Sequence[Recipe], where: Where) -> None:
         for plan in plans:
             if ranks.first:
                 plan.folder.start(plan.recipe.to_json(), where.resume, where.overwrite, saved_settings)
+        ranks.wait()  # the others look for results and checkpoints once the first has cleared the folders
         at_once = where.at_once if device.startswith("cuda") and ranks.world == 1 else 1
-        todo = [plan for plan in plans if not plan.folder.result.exists()]
+        missing = [plan for plan in plans if not plan.folder.result.exists()]
         if ranks.first:
-            _warn(todo)
-        for start in range(0, len(todo), at_once):
-            _train_group(todo[start : start + at_once], where, device, ranks)
+            _warn(missing)
+        for start in range(0, len(missing), at_once):
+            _train_group(missing[start : start + at_once], where, device, ranks)
         for plan in plans:
             if ranks.first:
                 print(_line(plan))
 
 
 def saved_settings(saved: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run folder as this version writes them, to compare with those asked for."""
+    """The settings of a run folder as this version writes them, to compare with those of a new run."""
     return recipe_from_json(saved).to_json()
 
 
 def _set_up_device(recipes: Sequence[Recipe]) -> None:
     """Set environment variables that are read when the device is first used."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # 8 queues would make runs side by side wait in line
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # with 8, the default, runs wait for one another
     if any(recipe.train.deterministic for recipe in recipes):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _plan(recipe: Recipe, where: Where, ranks: Ranks, tasks: dict[TestableTask, TestableTask]) -> Plan:
-    """Impossible settings and data that cannot be read are refused before any file is made."""
+    """The plan of a run; raises an error for impossible settings and unreadable data, before any file is written."""
     ranks.check(recipe.train.batch)
     recipe.make_model()
     task = recipe.task.make(where.data, recipe.preset)
@@ -109,7 +110,7 @@ def _plan(recipe: Recipe, where: Where, ranks: Ranks, tasks: dict[TestableTask, 
 
 
 def _warn(plans: Sequence[Plan]) -> None:
-    """One line on the first run that is over before its learning rate has risen."""
+    """Print a warning about the first run whose warmup is not shorter than the run."""
     for recipe, folder, _ in plans:
         steps, warmup = recipe.train.steps, recipe.train.warmup
         if warmup >= steps:
@@ -119,7 +120,7 @@ def _warn(plans: Sequence[Plan]) -> None:
 
 
 def _train_group(plans: Sequence[Plan], where: Where, device: str, ranks: Ranks) -> None:
-    """Runs side by side, from start, or from where they were, to their results."""
+    """Train runs side by side, new or resumed, and write their results."""
     names = [plan.folder.path.name for plan in plans]
     with Board(names, plans[0].recipe.task.metric, quiet=not ranks.first) as board:
         runs = []
@@ -137,7 +138,7 @@ def _train_group(plans: Sequence[Plan], where: Where, device: str, ranks: Ranks)
 
 
 def _finish(plan: Plan, trainer: Trainer, tests: Tests) -> None:
-    """Test scores of the weights that did best on validation, and the result file."""
+    """Score the weights that did best on validation on the tests, and write the result file."""
     recipe, folder, model = plan.recipe, plan.folder, cast(Any, trainer.model)
     best = folder.checkpoints / "best"
     restore_model(model, load_checkpoint(best)[0], best)
@@ -160,16 +161,20 @@ def _finish(plan: Plan, trainer: Trainer, tests: Tests) -> None:
 
 
 def _line(plan: Plan) -> str:
-    """What a finished run says."""
+    """One line on a finished run: its folder, scores and tokens."""
     result = read_json(plan.folder.result)
-    tokens = f"{result['tokens']} of {result['context']} tokens"
-    return f"{plan.folder.path}: test {result['metric']}: {_scores_text(result['scores'])}, with {tokens}"
+    try:
+        tokens = f"{result['tokens']} of {result['context']} tokens"
+        scores = _scores_text(result["scores"])
+        return one_line(f"{plan.folder.path}: test {result['metric']}: {scores}, with {tokens}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{plan.folder.result}: expected the result of a run, got {error!r}") from None
 
 
 def test_scores(model: Model, tests: Tests, device: str, batches: int | None = None) -> dict[str, float]:
     """The score on every test; for ReTreever also with the same weights read over all leaves ("full").
 
-    `batches` looks at the first ones alone.
+    `batches` limits every test to its first batches.
     """
 
     def score(name: str, task: TestableTask) -> float:
@@ -185,14 +190,14 @@ def test_scores(model: Model, tests: Tests, device: str, batches: int | None = N
 
 
 def scores_of(recipe: Recipe, model: Model, data: Path | None, device: str) -> dict[str, float]:
-    """The scores a run of this recipe ends with, taken again, on the device called `device`."""
+    """Test scores of `model` as at the end of a run of `recipe`, on the device called `device`."""
     target = str(find_device(device))
     model.to(target)
     return test_scores(model, recipe.task.make_tests(data), target, QUICK_BATCHES if recipe.quick else None)
 
 
 def find_run(path: Path) -> RunFolder:
-    """The folder of a run, which has to be there."""
+    """The folder of a run, which must exist."""
     if not path.is_dir():
         got = "a file" if path.exists() else "a path that does not exist"
         raise ConfigError(f"{path}: expected the folder of a run, got {got}")
@@ -200,7 +205,7 @@ def find_run(path: Path) -> RunFolder:
 
 
 def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
-    """Recipe, trained model and steps of a run folder."""
+    """Recipe, trained model and number of steps of a run folder."""
     folder = find_run(path)
     try:
         recipe = recipe_from_json(folder.config())
@@ -209,21 +214,30 @@ def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
     found = folder.checkpoints / "best" if checkpoint == "best" else latest_checkpoint(folder.checkpoints)
     if found is None:
         raise CheckpointError(f"{folder.checkpoints}: expected a checkpoint, got none")
-    model = recipe.make_model()
+    described = {
+        name.removeprefix("model."): text
+        for name, text in describe_checkpoint(found).items()
+        if name.startswith("model.")
+    }
+    check_buildable(recipe.make_model, recipe.model.layers, described, found)
     tensors, state = load_checkpoint(found)
+    model = recipe.make_model()
     restore_model(model, tensors, found)
-    return recipe, model, int(state["step"])
+    step = state.get("step")
+    if type(step) is not int:
+        raise CheckpointError(f"{found / 'state.json'}: step: expected an int, got {step!r}")
+    return recipe, model, step
 
 
 def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str) -> None:
-    """Test scores of a run's best or newest weights."""
+    """Print the test scores of a run's best or newest weights."""
     recipe, model, steps = load_run(run, checkpoint)
     scores = scores_of(recipe, model, data, device)
     print(f"{run}: test {recipe.task.metric} after {steps} steps: {_scores_text(scores, 4)}")
 
 
 def evaluate_oracle(kernel: Kernel) -> None:
-    """The exact posterior over the fixed test set of `kernel`."""
+    """Print the score of the exact posterior on the fixed test set of `kernel`."""
     task = GPTask(kernel)
     scores = task.oracle_scores()
     error = float(scores.std()) / math.sqrt(len(scores))
