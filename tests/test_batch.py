@@ -123,10 +123,10 @@ def test_without_padding_zeroes_exactly_the_masked_entries() -> None:
     assert without_padding(values, None) is values
 
 
-def test_huge_values_are_finite_values() -> None:
-    """A sum of them would overflow; they are accepted all the same."""
+def test_large_values_are_finite_values() -> None:
+    """Their squares still are finite numbers."""
     batch = points(2, 5, 3)
-    assert dataclasses.replace(batch, yc=torch.full_like(batch.yc, 3e38)).validate().yc.isfinite().all()
+    assert dataclasses.replace(batch, yc=torch.full_like(batch.yc, 2e17)).validate().yc.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["plain", "tree", "mean"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from retreever.cli import main
+from retreever.lab.recipes.recipe import make_recipe
+from retreever.train.run import RunFolder
 from retreever.version import __version__
 
 
@@ -82,7 +85,7 @@ def test_a_file_where_a_folder_should_be_made_is_one_line(tmp_path: Path, capsys
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     for line in lines:
-        assert line.startswith(f"retreever: {file}") and line.endswith(": cannot be read or written: Not a directory")
+        assert line.startswith(f"retreever: {file}") and line.endswith(" written: Not a directory")
 
 
 def test_an_operating_systems_error_without_a_file_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +95,69 @@ def test_an_operating_systems_error_without_a_file_is_not_hidden(monkeypatch: py
     monkeypatch.setattr("retreever.cli.Version.run", fail)
     with pytest.raises(OSError, match="no file"):
         main(["version"])
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_one_line(unbuffered: str) -> None:
+    """A full disk under standard output, or under standard error, where even that line has no place."""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        for words, stdout, stderr in ((["version"], full, subprocess.PIPE), (["bogus"], subprocess.PIPE, full)):
+            command = [sys.executable, "-m", "retreever", *words]
+            done = subprocess.run(command, stdout=stdout, stderr=stderr, text=True, env=environment, check=False)
+            assert done.returncode == 2
+            if stderr is subprocess.PIPE:
+                assert done.stderr == "retreever: output: cannot be read or written: No space left on device\n"
+
+
+def test_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m retreever version >&- && {sys.executable} -m retreever bogus 2>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_a_log_that_cannot_be_written_does_not_end_training() -> None:
+    from retreever.train.log import Board
+    from retreever.train.protocols import Progress
+
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    with Board(["run"], seconds=0, stream=Full()) as board:
+        board.watcher()(Progress(1, 2, 0.5, None, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "9" * 26], "seeds: expected an int < 2**63, got 9"),
+        (["--branch", "9" * 26], "branch: expected an int < 2**63, got 9"),
+        (["--batch", "9" * 26], "batch: expected an int < 2**63, got 9"),
+        (["--batch", str(10**15)], "out of memory: "),
+        (["--dim", "4000000", "--n", "4"], "out of memory: "),
+    ],
+)
+def test_sizes_beyond_reason_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "copy", "--n", "8", "--steps", "2", "--warmup", "1", *words, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"retreever: {message}") and error.count("\n") == 1 and len(error) < 2_100
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", '{"tokens": 1}', '{"tokens": 1, "context": 2, "metric": "x", "scores": 3}']
+)
+def test_a_result_of_something_else_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "copy", "--n", "8", "--steps", "2", "--warmup", "1", "--out", str(tmp_path)]
+    RunFolder(tmp_path / "copy-8-tca-seed0").start(
+        make_recipe("copy", n=8, steps=2, warmup=1).to_json(), resume=False, overwrite=False
+    )
+    (tmp_path / "copy-8-tca-seed0" / "result.json").write_text(text)
+    assert main([*words, "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert "result.json: expected" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(("kind", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -1,8 +1,9 @@
-"""Checks of plain arguments: numbers, names. Free of torch, so that settings can be read before it is loaded."""
+"""Checks of plain arguments: numbers, names. Does not import torch, so that settings can be read without it."""
 
 from __future__ import annotations
 
 import math
+import sys
 from typing import NoReturn
 
 from retreever.errors import InputError
@@ -11,31 +12,33 @@ LONGEST = 400  # characters of a wrong value that are shown
 
 
 def reject(argument: str, expected: str, got: object) -> NoReturn:
-    """Raise the one-line `InputError` used everywhere; what came is cut where it gets long."""
+    """Raise the one-line `InputError` used everywhere; `got` is cut after LONGEST characters."""
     text = " ".join(str(got).split())
     raise InputError(f"{argument}: expected {expected}, got {text if len(text) <= LONGEST else text[:LONGEST] + '...'}")
 
 
 def check_bool(argument: str, value: object) -> None:
-    """`value` must be True or False: any text, "no" too, would count as True."""
+    """`value` must be True or False; text is refused, since even "no" would count as True."""
     if not isinstance(value, bool):
         reject(argument, "True or False", repr(value))
 
 
 def check_int(argument: str, value: object, minimum: int) -> None:
-    """`value` must be an int (not a bool) of at least `minimum`."""
+    """`value` must be an int (not a bool) of at least `minimum` that fits 64 bits."""
     if not isinstance(value, int) or isinstance(value, bool):
         reject(argument, f"an int >= {minimum}", f"{type(value).__name__} {value!r}")
-    if value < minimum:
-        reject(argument, f"an int >= {minimum}", value)
+    if not minimum <= value < 2**63:
+        limit = f">= {minimum}" if value < minimum else "< 2**63"
+        reject(argument, f"an int {limit}", value if value.bit_length() < 1_000 else "one of more than 300 digits")
 
 
 def check_number(argument: str, value: object, minimum: float = 0.0, below: float = math.inf) -> None:
     """`value` must be a finite number of at least `minimum` and less than `below`."""
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (good and minimum <= float(value) < below):  # type: ignore[arg-type]
+    good = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if not (good and minimum <= value < below):  # type: ignore[operator]
         limit = f"in [{minimum:g}, {below:g})" if below < math.inf else f">= {minimum:g}"
-        reject(argument, f"a number {limit}", repr(value))
+        large = isinstance(value, int) and value.bit_length() > 1_100  # Python may refuse to write it out
+        reject(argument, f"a number {limit}", "one of more than 300 digits" if large else repr(value))
 
 
 def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None:

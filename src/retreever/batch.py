@@ -108,7 +108,7 @@ def check_points(
     b, n = x.shape[:2]
     if n == 0:
         reject(x_name, "at least one point", tuple(x.shape))
-    if not isinstance(y, Tensor) or y.dim() not in (2, 3):
+    if not isinstance(y, Tensor) or y.dim() not in (2, 3) or y.layout != torch.strided:
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         reject(y_name, f"shape (b={b}, {axis}={n}, dy) or integers (b={b}, {axis}={n})", got)
     if y.dtype.is_floating_point:
@@ -140,6 +140,9 @@ def collate(rows: Sequence[Batch]) -> Batch:
             reject(f"rows[{index}]", "a Batch", type(row).__name__)
         for name in ("xc", "yc", "xt", "yt"):
             first, value = getattr(rows[0], name), getattr(row, name)
+            if not isinstance(value, Tensor) or value.dim() < 2 or value.layout != torch.strided:
+                got = _kind(value) if isinstance(value, Tensor) else type(value).__name__
+                reject(f"rows[{index}].{name}", "a dense tensor of two axes or more", got)
             if (value.dtype, value.shape[2:]) != (first.dtype, first.shape[2:]):
                 reject(f"rows[{index}].{name}", f"the dtype and width of rows[0] {_kind(first)}", _kind(value))
         _check_lengths(f"rows[{index}]", row)
@@ -167,7 +170,8 @@ def _check_lengths(where: str, row: Batch) -> None:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape[2:])}"
+    kind = "" if tensor.layout == torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype} {tuple(tensor.shape[2:])}{kind}"
 
 
 def _pad(

@@ -20,6 +20,8 @@ def check_tensor(argument: str, value: object, shape: str, **sizes: int) -> None
     """
     if not isinstance(value, Tensor):
         reject(argument, f"a tensor of shape ({shape.replace(' ', ', ')})", type(value).__name__)
+    if value.layout != torch.strided or value.is_complex():
+        reject(argument, "a dense tensor of real numbers", f"{value.dtype} {value.layout}".replace("torch.", ""))
     axes = shape.split()
     want = "(" + ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes) + ")"
     if value.dim() != len(axes):
@@ -71,20 +73,26 @@ def values_readable(tensor: Tensor) -> bool:
 
 
 def check_finite(argument: str, value: Tensor, mask: Tensor | None = None) -> None:
-    """Every real entry of `value` must be finite; `mask` (leading axes of `value`) marks the real ones."""
+    """Every real entry of `value` must be finite and have a square that is; `mask` (leading axes) marks real ones."""
     if not values_readable(value) or value.numel() == 0:
         return
-    if mask is None:
-        # One pass without a temporary; a sum can overflow on huge finite input, so then check every value.
-        if bool(torch.isfinite(value.sum())) or bool(torch.isfinite(value).all()):
-            return
-    else:
-        extra = value.dim() - mask.dim()
-        real = mask.reshape(mask.shape + (1,) * extra)
-        if bool((torch.isfinite(value) | ~real).all()):
-            return
-    bad = torch.isfinite(value).logical_not()
-    reject(argument, "finite values", f"{int(bad.sum())} NaN or infinite of {value.numel()}")
+    if mask is not None:
+        value = value.masked_fill(~mask.reshape(mask.shape + (1,) * (value.dim() - mask.dim())), 0)
+    limit = largest_input(value.dtype)
+    low, high = torch.aminmax(value)  # both are NaN where any value is
+    if bool((low >= -limit) & (high <= limit)):
+        return
+    bad = int(torch.isfinite(value).logical_not().sum())
+    if bad:
+        reject(argument, "finite values", f"{bad} NaN or infinite of {value.numel()}")
+    got = max(-float(low), float(high))
+    reject(argument, f"values of at most {limit:.2g}, whose squares can be added", f"{got:.2g}")
+
+
+def largest_input(dtype: torch.dtype) -> float:
+    """Up to here norms and scores of finite input are finite; half precision is too narrow to spare any of it."""
+    largest = torch.finfo(dtype).max
+    return largest if dtype == torch.float16 else largest**0.5 / 64
 
 
 def check_any_real(argument: str, mask: Tensor) -> None:
@@ -103,8 +111,10 @@ def find_device(name: str) -> torch.device:
         return found or torch.device("cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         reject("device", "auto, cpu, cuda or another device torch knows", repr(name))
     if device.type not in ("cpu", found.type if found else "cpu"):
         raise BackendError(f"device: {name} is not available here, only {found.type + ' and ' if found else ''}cpu")
+    if device.type != "cpu" and (device.index or 0) >= torch.accelerator.device_count():
+        raise BackendError(f"device: expected one of {torch.accelerator.device_count()}, got {name}")
     return device

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import sys
-from contextlib import redirect_stderr
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, make_dataclass
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
-from retreever.errors import ConfigError, RetreeverError
+from retreever.errors import ConfigError, RetreeverError, one_line
 from retreever.lab.bench.options import AttentionBench, BuildBench, MemoryBench, TrainBench
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
@@ -120,31 +123,66 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Version, named("version")]
     )
     try:
-        return _run(commands, words)
+        with _short_warnings():
+            return _run(commands, words)
     except RetreeverError as error:
-        print(f"retreever: {error}", file=sys.stderr)
-        return error.status
-    except BrokenPipeError:  # the reader of the output, say `head`, has closed the pipe
+        return _fail(str(error), error.status)
+    except BrokenPipeError:  # the reader, say `head`, has closed the pipe; the remaining work is not done
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # the status a shell reports for a program ended by SIGPIPE
+        return 141  # what a shell gives for a program that SIGPIPE ended
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EIO, errno.EBADF):
             raise
-        print(f"retreever: {error.filename}: cannot be read or written: {error.strerror}", file=sys.stderr)
-        return 2
+        return _fail(f"{error.filename or 'output'}: cannot be read or written: {error.strerror or error}", 2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        return _fail(f"out of memory: {str(error).partition(chr(10))[0]}", 2)
     except KeyboardInterrupt:
-        print("retreever: stopped", file=sys.stderr)
-        return 130
+        return _fail("stopped", 130)
+
+
+def _fail(message: str, status: int) -> int:
+    """Print one line, if there is anywhere to print it to, and return the exit status."""
+    if sys.stderr is not None:  # closed by the shell; `print` would then take standard output
+        with suppress(OSError, ValueError):
+            print(f"retreever: {one_line(message)}", file=sys.stderr, flush=True)
+    for number, stream in enumerate((sys.stdout, sys.stderr), 1):
+        if not _writable(stream):  # Python would try again at its end, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return status
+
+
+def _writable(stream: TextIO | None) -> bool:
+    """Whether what was printed so far can be written; a stream closed by the shell is None and takes everything."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Warnings as one line, without the place in the source they come from."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"retreever: warning: {one_line(str(message))}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _run(commands: Any, words: list[str]) -> int:
     try:
         command = parse(commands, words)
-        if not isinstance(command, Bench):  # benchmarks run with the settings of the machine
+        if not isinstance(command, Bench):  # benchmarks measure the machine in the state it was set up
             wait_briefly()
         return command.run() or 0
-    finally:  # flush here: `main` handles a closed pipe, Python does not when it exits
-        sys.stdout.flush()
+    finally:  # an error here, such as a closed pipe, is reported; at the end of Python it could not be
+        if sys.stdout is not None:
+            sys.stdout.flush()
 
 
 def wait_briefly() -> None:

@@ -129,7 +129,7 @@ def masked_means(terms: Float[Tensor, "k b m"], mask: Bool[Tensor, "b m"] | None
     Summed in two steps: compilers generate faster code for short sums, and triton 3.6 fails on long ones.
     """
     if mask is None:
-        return terms.mean(dim=2).mean(dim=1)
+        return terms.sum(dim=2).sum(dim=1) / max(1, terms[0].numel())
     return terms.masked_fill(~mask, 0).sum(dim=2).sum(dim=1) / mask.sum(dim=1).sum().clamp_min(1)
 
 

@@ -59,13 +59,15 @@ def leaf_order(
     check_choice("order", order, ORDERS)
     check_tensor("x", x, "b n dx")
     check_int("branch", branch, 2)
+    if x.dtype == torch.bool:
+        reject("x", "numbers", x.dtype)
     if x.shape[2] == 0:
         reject("x", "at least one coordinate", tuple(x.shape))
     if mask is not None:
         check_mask("mask", mask, "b n", b=x.shape[0], n=x.shape[1])
         check_same("mask", mask, "x", x, dtype=False)
         x = without_padding(x, mask)
-    if not x.is_cuda:  # reading values on CUDA would make every call wait for the device
+    if not x.is_cuda and x.dtype.is_floating_point:  # reading values on CUDA would make every call wait for the device
         check_finite("x", x)
     return permutation_of(order, x, mask, branch, axis, seed)
 

@@ -1,6 +1,6 @@
 """The shape of a tree as integers: where every node lies in the flat node tensor (paper, section 3.1).
 
-Levels are numbered from the root (0). The root is never stored: nobody attends to it. Levels 1..depth have branch^l
+Levels are numbered from the root (0). The root is not stored: no query attends to it. Levels 1..depth have branch^l
 nodes each and are followed by the leaves, `block` of them under every node of the last level:
 
     rows:  [ level 1 | level 2 | ... | level depth | leaves ]
@@ -16,7 +16,7 @@ from retreever.arguments import check_int, reject
 
 
 def tree_depth(n: int, branch: int) -> int:
-    """Number of decisions: the largest d with branch^d <= n - 1 (0 for n <= branch), by integers alone."""
+    """Number of decisions: the largest d with branch^d <= n - 1 (0 for n <= branch), in exact integers."""
     depth, power = 0, branch
     while power <= n - 1:
         depth, power = depth + 1, power * branch
@@ -29,9 +29,9 @@ class TreePlan:
 
     Args:
         n: number of context tokens, at least 1.
-        branch: children per node, at least 2.
+        branch: children per node, at least 2; more than there are tokens are taken for as many.
         block: leaf slots per leaf block (P in the paper's formulas); 0 takes the smallest that fits. Ragged batches
-            take `branch`, so that every shorter context keeps the very tree it would have alone.
+            take `branch`, so that every shorter context has the same tree as alone.
 
     Attributes:
         depth: decisions on the way down.
@@ -59,13 +59,14 @@ class TreePlan:
     def __post_init__(self) -> None:
         check_int("n", self.n, 1)
         check_int("branch", self.branch, 2)
+        set_field = object.__setattr__  # the dataclass is frozen; these follow from the arguments
+        set_field(self, "branch", min(self.branch, max(self.n, 2)))  # no node has more children than there are tokens
         depth = tree_depth(self.n, self.branch)
         blocks = self.branch**depth
         smallest = -(-self.n // blocks)
         check_int("block", self.block, 0)
         if 0 < self.block < smallest:
             reject("block", f"0 or an int >= {smallest} (n={self.n}, branch={self.branch})", self.block)
-        set_field = object.__setattr__  # the dataclass is frozen; these follow from the arguments
         set_field(self, "block", self.block or smallest)
         set_field(self, "depth", depth)
         set_field(self, "blocks", blocks)

@@ -67,7 +67,8 @@ def test_what_the_kernel_cannot_do_is_left_to_plain_torch() -> None:
     def taken(dim: int, heads: int, branch: int = 2, dtype: torch.dtype = torch.float32) -> bool:
         weights = plain_weights(TransformerAggregator(dim, heads, 2 * dim).to(dtype).eval())
         assert weights is not None
-        return aggregates(TreePlan(4, branch), weights, torch.zeros(1, 4, dim, dtype=dtype))
+        plan = TreePlan(64, branch)
+        return aggregates(plan, weights, torch.zeros(1, plan.leaves, dim, dtype=dtype))
 
     with torch.no_grad():
         assert taken(64, 4)
