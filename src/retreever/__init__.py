@@ -26,31 +26,11 @@ if TYPE_CHECKING:
     from retreever.tree.plan import TreePlan
 
 __all__ = [
-    "BackendError",
-    "Batch",
-    "CheckpointError",
-    "ConfigError",
-    "CrossAttention",
-    "DataError",
-    "InputError",
-    "Loss",
-    "ObjectiveConfig",
-    "PerceiverIO",
-    "RandomGuess",
-    "ReTreever",
-    "RetreeverError",
-    "TransformerCA",
-    "Tree",
-    "TreeCrossAttention",
-    "TreePlan",
-    "__version__",
-    "collate",
-    "explain",
-    "full_attention",
-    "leaf_order",
-    "load_pretrained",
-    "tree_attention",
-]
+    "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "InputError", "Loss",
+    "ObjectiveConfig", "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA", "Tree",
+    "TreeCrossAttention", "TreePlan", "__version__", "collate", "explain", "full_attention", "leaf_order",
+    "load_pretrained", "tree_attention",
+]  # fmt: skip
 
 _HOME = {
     "attention": ("CrossAttention", "TreeCrossAttention"),

@@ -34,7 +34,8 @@ class Step:
 
     def __str__(self) -> str:
         if self.chosen is None:
-            return f"explored {self.node}, read {_listed('leaf', 'leaves', self.children)}"
+            leaves = "leaf" if len(self.children) == 1 else "leaves"
+            return f"explored {self.node}, read {leaves} {_joined(self.children)}"
         if not self.rejected:
             return f"explored {self.node}, took its only child {self.chosen}"
         return f"explored {self.node}, took {self.chosen}, rejected {_joined(self.rejected)}"
@@ -55,25 +56,15 @@ class Selected:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The search of one query.
-
-    Attributes:
-        row: of the batch.
-        query: of that row.
-        plan: the shape of the tree.
-        real: for every node, the root first, whether it covers a token; False is padding.
-        log_prob: of the whole path under the policy.
-        steps: one per node explored, the root first.
-        selected: the nodes attended to: rejected ones from the top, then the leaves.
-    """
+    """The search of query `query` of row `row` of the batch."""
 
     row: int
     query: int
     plan: TreePlan
-    real: tuple[bool, ...]
-    log_prob: float
-    steps: tuple[Step, ...]
-    selected: tuple[Selected, ...]
+    real: tuple[bool, ...]  # for every node, the root first, whether it covers a token; False is padding
+    log_prob: float  # of the whole path under the policy
+    steps: tuple[Step, ...]  # one per node explored, the root first
+    selected: tuple[Selected, ...]  # the nodes attended to: rejected ones from the top, then the leaves
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -106,20 +97,6 @@ class Explanation:
             for leaf in self.leaves:
                 states[leaf] = "selected"
         return tuple(states)
-
-    def slot_of(self, token: int) -> int:
-        """Leaf slot of a token, counted in leaf order without padding."""
-        slots = [slot for slot, real in enumerate(self.real[self.plan.leaf_offset + 1 :]) if real]
-        if not 0 <= token < len(slots):
-            reject("token", f"an int from 0 to {len(slots) - 1}", token)
-        return slots[token]
-
-    def covering(self, slot: int) -> int:
-        """The selected node that covers the token on leaf slot `slot`."""
-        for selected in self.selected:
-            if selected.slots[0] <= slot < selected.slots[1]:
-                return selected.node
-        reject("slot", "a leaf slot that holds a token", slot)
 
     def to_json(self) -> dict[str, Any]:
         """The explanation as plain lists and numbers; `states` has one list per step and one for the end."""
@@ -221,7 +198,3 @@ def _selected(plan: TreePlan, real: tuple[bool, ...], steps: tuple[Step, ...]) -
 
 def _joined(nodes: tuple[int, ...]) -> str:
     return ", ".join(map(str, nodes))
-
-
-def _listed(singular: str, plural: str, nodes: tuple[int, ...]) -> str:
-    return f"{singular if len(nodes) == 1 else plural} {_joined(nodes)}"

@@ -67,6 +67,11 @@ def test_json_keeps_numbers_and_stays_valid() -> None:
     assert json.loads(json.dumps(told, allow_nan=False)) == told
 
 
+def test_cells_from_elsewhere_are_printable_and_bounded() -> None:
+    text = Table("t", ("a",), (("\x1b[2J\nred\ud800",), ("x" * 100_000,))).to_markdown()
+    assert all(line.isprintable() and len(line) < 3_000 for line in text.split("\n")) and "\\x1b[2J red" in text
+
+
 def test_rich_shows_every_cell_as_written() -> None:
     console = pytest.importorskip("rich.console").Console(width=80, file=io.StringIO())
     console.print(Table("T [bold]", ("name [x]",), (("[red]a",),), notes=("see [1]",)).to_rich())

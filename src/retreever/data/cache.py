@@ -26,21 +26,12 @@ RECORD = 2**20  # bytes of the JSON at most
 
 
 def cached_file(
-    name: str,
-    settings: Mapping[str, Any],
-    make: Callable[[], Iterable[bytes]],
-    root: str | Path | None = None,
+    name: str, settings: Mapping[str, Any], make: Callable[[], Iterable[bytes]], root: str | Path | None = None
 ) -> Path | None:
     """The file of that name and settings, made from the pieces `make` gives when it is absent or damaged.
 
-    Args:
-        name: how its file name starts, and with which suffix it ends, as in "gp-test.safetensors".
-        settings: all that its contents depend on; other settings have another file.
-        make: its contents, piece by piece. What it raises on purpose is passed on, and nothing is left behind.
-        root: the cache root, by default that of `cache_root`.
-
-    Returns:
-        The file, or None where none can be written.
+    Its contents depend on `settings` alone; other settings have another file. What `make` raises on purpose is passed
+    on, and nothing is left behind. None where no file can be written.
     """
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     stem, suffix = os.path.splitext(name)

@@ -21,27 +21,16 @@ DATA_VARIABLE, CACHE_VARIABLE = "RETREEVER_DATA", "RETREEVER_CACHE"
 
 @dataclass(frozen=True)
 class Dataset:
-    """One dataset.
+    """One dataset."""
 
-    Attributes:
-        name: of its folder.
-        title: in words, with the task it serves.
-        files: official names, plain or with .gz at their end; of alternatives joined by " or " one is enough.
-        terms: under which its makers give it away.
-        page: where its makers describe it.
-        address: of the official archive; empty where there is none that can be fetched without a person.
-        archive_md5: of that archive, where known.
-        md5: of the official files, unpacked, where known.
-    """
-
-    name: Name
-    title: str
-    files: tuple[str, ...]
-    terms: str
-    page: str
-    address: str = ""
+    name: Name  # of its folder
+    title: str  # in words, with the task it serves
+    files: tuple[str, ...]  # official names, plain or with .gz; of alternatives joined by " or " one is enough
+    terms: str  # under which its makers give it away
+    page: str  # where its makers describe it
+    address: str = ""  # of the official archive; empty where none can be fetched without a person
     archive_md5: str = ""
-    md5: tuple[tuple[str, str], ...] = ()
+    md5: tuple[tuple[str, str], ...] = ()  # of the official files, unpacked, where known
 
     @property
     def advice(self) -> str:

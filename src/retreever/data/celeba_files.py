@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -24,9 +24,6 @@ from jaxtyping import UInt8
 from retreever.data.unpack import by_name, open_zip, read_entry, safe_entries
 from retreever.errors import BackendError, DataError
 from retreever.files import os_errors, read_bytes
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 IMAGES, PARTITION = "img_align_celeba", "list_eval_partition.txt"
 PARTS = ("train", "validation", "test")
@@ -99,7 +96,10 @@ def fingerprint(source: Source, names: Sequence[str]) -> str:
 
 def decode(source: Source, names: Sequence[str], size: int) -> Iterator[Pixels]:
     """The images in order, some at a time, decoded by as many threads as there are cores; says how far it is."""
-    require_pillow()
+    try:  # say what is missing before any work is done
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        raise BackendError('CelebA needs pillow to read JPEGs: pip install "retreever[data]"') from error
     pieces = [names[start : start + PIECE] for start in range(0, len(names), PIECE)]
     with reader(source, names) as read, ThreadPoolExecutor(_cores()) as pool:
         done, told = 0, time.monotonic()
@@ -138,35 +138,21 @@ def reader(source: Source, names: Sequence[str]) -> Iterator[Callable[[str], tup
         yield read
 
 
-def require_pillow() -> None:
-    """Say what is missing before any work is done."""
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise BackendError('CelebA needs pillow to read JPEGs: pip install "retreever[data]"') from error
-
-
 def _pixels(where: str, data: bytes, size: int) -> UInt8[np.ndarray, "size size 3"]:
     from PIL import Image, UnidentifiedImageError
 
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)  # the second where warnings are errors
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
-            return np.asarray(_squashed(where, image, size))
+            if image.width * image.height > MOST_PIXELS:
+                raise DataError(f"{where}: expected at most {MOST_PIXELS:,} pixels, got {image.width} x {image.height}")
+            return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC))
     except UnidentifiedImageError as error:
         raise DataError(f"{where}: expected a JPEG image, got something else") from error
     except bombs as error:
         raise DataError(f"{where}: expected at most {MOST_PIXELS:,} pixels, got far more") from error
     except (OSError, ValueError, SyntaxError, Warning) as error:  # a warning where warnings are errors
         raise DataError(f"{where}: damaged JPEG: {error}") from error
-
-
-def _squashed(where: str, image: Image, size: int) -> Image:
-    from PIL.Image import Resampling
-
-    if image.width * image.height > MOST_PIXELS:
-        raise DataError(f"{where}: expected at most {MOST_PIXELS:,} pixels, got {image.width} x {image.height}")
-    return image.convert("RGB").resize((size, size), Resampling.BICUBIC)
 
 
 def _cores() -> int:

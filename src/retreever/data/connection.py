@@ -60,7 +60,10 @@ class Watch:
 
 def open_address(address: str, headers: Mapping[str, str], watch: Watch) -> HTTPResponse:
     """The answer of the server at `address`, or where that redirects to. Raises `DataError` or `HTTPError`."""
-    opener = _opener(watch)
+    opener = urllib.request.OpenerDirector()  # without urllib's usual handlers of ftp, files and redirects
+    for handler in (urllib.request.ProxyHandler(), _Handler(watch), urllib.request.HTTPErrorProcessor()):
+        opener.add_handler(handler)
+    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
     place = address
     for _ in range(REDIRECTS + 1):
         with trouble(address, watch):
@@ -103,16 +106,6 @@ def trouble(address: str, watch: Watch) -> Iterator[None]:
         problem = "no answer in time" if isinstance(reason, TimeoutError) else reason or type(error).__name__
         problem = watch.verdict or problem  # shut by the watch, a socket gives all kinds of errors
         raise DataError(f"{address}: cannot be reached: {problem}; run it again to go on with what came") from error
-
-
-def _opener(watch: Watch) -> urllib.request.OpenerDirector:
-    """Without urllib's usual handlers of ftp, files and redirects."""
-    opener = urllib.request.OpenerDirector()
-    opener.add_handler(urllib.request.ProxyHandler())
-    opener.add_handler(_Handler(watch))
-    opener.add_handler(urllib.request.HTTPErrorProcessor())
-    opener.add_handler(urllib.request.HTTPDefaultErrorHandler())
-    return opener
 
 
 class _Handler(urllib.request.AbstractHTTPHandler):

@@ -38,7 +38,8 @@ def fetch(name: Name, root: str | Path | None = None) -> list[Path]:
 def _fetch(dataset: Dataset, folder: Path) -> None:
     archive = download(dataset.address, folder / f".{dataset.name}.zip", dataset.archive_md5)
     try:
-        unpack(archive, folder, _entries(dataset))
+        packed = dataset.name == "emnist"  # its files are gzipped one by one inside the archive, and stay so
+        unpack(archive, folder, [f"{file}.gz" if packed else file for file in dataset.files])
     finally:
         archive.unlink(missing_ok=True)  # a damaged one would be found damaged again
 
@@ -114,8 +115,3 @@ def _whole(error: HTTPError, part: Path, done: int, address: str) -> int:
         return done
     part.unlink()
     raise DataError(f"{address}: what an earlier try left does not fit; removed, run it again") from error
-
-
-def _entries(dataset: Dataset) -> list[str]:
-    """EMNIST's files are gzipped one by one inside the archive, and stay so."""
-    return [f"{file}.gz" if dataset.name == "emnist" else file for file in dataset.files]

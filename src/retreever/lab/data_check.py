@@ -44,14 +44,11 @@ def check(name: Name, root: str | Path | None = None) -> Report:
 
 
 def _emnist(folder: Path) -> Iterator[str]:
-    from retreever.data.idx import find_idx, read_labelled
-    from retreever.tasks.images import CLASSES, DIGITS
+    from retreever.tasks.images import CLASSES, DIGITS, Part, read_emnist
 
-    for part, per_class in (("train", 2_400), ("test", 400)):
-        labels_file = find_idx(folder, f"emnist-balanced-{part}-labels-idx1-ubyte")
-        images, labels = read_labelled(find_idx(folder, f"emnist-balanced-{part}-images-idx3-ubyte"), labels_file)
-        if int(labels.max()) >= CLASSES:
-            raise DataError(f"{labels_file}: expected labels from 0 to {CLASSES - 1}, got {int(labels.max())}")
+    expected: dict[Part, int] = {"train": 2_400, "test": 400}
+    for part, per_class in expected.items():
+        _, images, labels = read_emnist(folder, part)
         counts = labels.bincount(minlength=CLASSES)
         digits = int(counts[:DIGITS].sum())
         whole = bool((counts == per_class).all())

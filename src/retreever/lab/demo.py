@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from retreever.errors import InputError
-from retreever.explanation import explain
 from retreever.files import write_text
 from retreever.lab.bench.machine import machine
-from retreever.lab.figures.retrieval import draw_curves, draw_retrieval
+from retreever.lab.figures.retrieval import draw_curves
+from retreever.lab.recipes.figures import draw_search
 from retreever.lab.recipes.recipe import make_recipe
 from retreever.lab.tables import Table
 from retreever.models.base import Model
@@ -42,11 +42,6 @@ class Outcome:
     history: list[Record]
 
 
-def copy_models(task: CopyTask) -> tuple[Model, ...]:
-    """The three models of `retreever train copy`; Perceiver IO has as many latents as TCA reads tokens."""
-    return tuple(make_recipe("copy", n=task.n, model=model).make_model() for model in ("ca", "tca", "perceiver-io"))
-
-
 def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> tuple[Table, list[Outcome]]:
     """Train, test and draw; writes PNG, JSON and Markdown files to `out`."""
     task = CopyTask(n)
@@ -55,24 +50,21 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
         raise InputError(f"out: expected a new or empty folder, got {out} with files in it (--overwrite replaces them)")
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    models = copy_models(task)
+    kinds = ("ca", "tca", "perceiver-io")  # Perceiver IO has as many latents as TCA reads tokens
+    models = [make_recipe("copy", n=task.n, model=kind).make_model() for kind in kinds]
     outcomes: list[Outcome] = []
     train = replace(TRAIN, seed=seed)
     for name, model in zip(NAMES, models, strict=True):
         with Board([name]) as board:
             history = fit(model, task, train, watch=board.watcher())
-        outcomes.append(measure(name, model, task, history))
+        accuracy = evaluate(model, task, task.test())
+        microseconds = query_microseconds(model, task)
+        outcomes.append(Outcome(name, accuracy, model.tokens(task.context), microseconds, history))
         if isinstance(model, ReTreever):  # Perceiver IO trains as long as the tree did
             train, tree = replace(train, steps=history[-1].step), model
     table = demo_table(task, outcomes, seed, time.perf_counter() - started)
     write_report(out, task, tree, table, outcomes, seed)
     return table, outcomes
-
-
-def measure(name: str, model: Model, task: CopyTask, history: list[Record]) -> Outcome:
-    """Accuracy on the test sequences and time per query on a prepared context."""
-    accuracy = evaluate(model, task, task.test())
-    return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
 
 
 @torch.inference_mode()
@@ -93,23 +85,9 @@ def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outco
     """Write table, JSON, learning curves and the picture of one search."""
     curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes}
     draw_curves(curves, out / "curves.png", title=f"Copy task, N = {task.n}: validation accuracy in % while training")
-    batch = next(task.test(size=1))
-    tree.eval()
-    with torch.inference_mode():
-        found = tree.search(tree.encode(batch.xc, batch.yc), batch.xt)
-    query = task.context // 3
-    answer = task.context - 1 - query  # target j is at context position n/2 - 1 - j
-    path = explain(found, query=query)
-    draw_retrieval(
-        path, out / "retrieval.png", truth=answer, title=f"Copy task: query {query} looks for token {answer}"
-    )
-    write_text(out / "retrieval.json", json.dumps(path.to_json(), indent=1) + "\n")
-    result = {
-        "table": table.to_json(),
-        "history": curves,
-        "seed": seed,
-        "machine": machine(),
-    }
+    search = draw_search(out / "retrieval.png", tree, next(task.test(size=1)), title="Copy task: ")
+    write_text(out / "retrieval.json", json.dumps(search.to_json(), indent=1) + "\n")
+    result = {"table": table.to_json(), "history": curves, "seed": seed, "machine": machine()}
     write_text(out / "result.json", json.dumps(result, indent=1) + "\n")
     pictures = "![learning curves](curves.png)\n\n![one search, step by step](retrieval.png)\n"
     write_text(out / "README.md", table.to_markdown() + "\n" + pictures)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retreever.arguments import reject
-from retreever.errors import BackendError
+from retreever.errors import BackendError, one_line
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -42,11 +43,7 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 class Table:
     """A titled table. Cells are text, numbers or None (nothing to show); columns of numbers are aligned right.
 
-    Args:
-        title: one line.
-        columns: names, all different.
-        rows: as many cells each as there are columns.
-        notes: lines printed below.
+    All names of columns are different; notes are lines printed below.
     """
 
     title: str
@@ -89,6 +86,15 @@ class Table:
         rows = [{name: _plain(cell) for name, cell in zip(self.columns, row, strict=True)} for row in self.rows]
         return {"title": self.title, "columns": list(self.columns), "rows": rows, "notes": list(self.notes)}
 
+    def show(self) -> None:
+        """Print the table: in colour in a terminal, as Markdown when piped."""
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            Console().print(self.to_rich())
+        else:
+            print(self.to_markdown(), end="")
+
     def to_rich(self) -> RichTable:
         """The table for a terminal: `rich.print(table.to_rich())`."""
         try:
@@ -108,7 +114,7 @@ class Table:
 def _text(cell: Cell) -> str:
     if cell is None:
         return _NOTHING
-    return number(cell) if isinstance(cell, float) else str(cell)
+    return number(cell) if isinstance(cell, float) else one_line(" ".join(str(cell).split()))
 
 
 def _plain(cell: Cell) -> Cell:

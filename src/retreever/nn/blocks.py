@@ -91,7 +91,17 @@ class AttentionBlock(nn.Module):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        _check_block(dim, heads, kdim, hidden, residual, context_norm, dropout, impl)
+        check_int("dim", dim, 1)
+        check_int("heads", heads, 1)
+        if dim % heads:
+            reject("heads", f"a divisor of dim={dim}", heads)
+        if kdim is not None:
+            check_int("kdim", kdim, 1)
+        check_int("hidden", hidden, 0)
+        check_choice("residual", residual, RESIDUALS)
+        check_choice("context_norm", context_norm, CONTEXT_NORMS)
+        check_number("dropout", dropout, below=1.0)
+        check_choice("impl", impl, IMPLS)
         self.dim, self.kdim = dim, dim if kdim is None else kdim
         self.heads, self.width = heads, dim // heads
         self.residual: Residual = residual
@@ -193,19 +203,3 @@ def self_attention_block(
         dropout=dropout,
         impl=impl,
     )
-
-
-def _check_block(
-    dim: int, heads: int, kdim: int | None, hidden: int, residual: str, context_norm: str, dropout: float, impl: str
-) -> None:
-    check_int("dim", dim, 1)
-    check_int("heads", heads, 1)
-    if dim % heads:
-        reject("heads", f"a divisor of dim={dim}", heads)
-    if kdim is not None:
-        check_int("kdim", kdim, 1)
-    check_int("hidden", hidden, 0)
-    check_choice("residual", residual, RESIDUALS)
-    check_choice("context_norm", context_norm, CONTEXT_NORMS)
-    check_number("dropout", dropout, below=1.0)
-    check_choice("impl", impl, IMPLS)

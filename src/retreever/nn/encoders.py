@@ -7,6 +7,7 @@ real tokens come first, as the models order them. Linformer and ChordMixer depen
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, reject
-from retreever.nn.blocks import MLP, Residual, self_attention_block
+from retreever.nn.blocks import MLP, AttentionBlock, Residual, self_attention_block
 from retreever.ops.backend import Impl
 
 Encoder = Literal["identity", "transformer", "linformer", "chordmixer"]
@@ -33,20 +34,9 @@ class IdentityEncoder(nn.Module):
 class TransformerEncoder(nn.Module):
     """Self-attention layers."""
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        layers: int,
-        hidden: int,
-        residual: Residual = "pre",
-        dropout: float = 0.0,
-        impl: Impl = "auto",
-    ) -> None:
+    def __init__(self, layers: Iterable[AttentionBlock]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            self_attention_block(dim, heads, hidden, residual, dropout, impl) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(layers)
 
     def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
         for layer in self.layers:
@@ -57,28 +47,14 @@ class TransformerEncoder(nn.Module):
 class LinformerEncoder(nn.Module):
     """Self-attention to `rank` learned mixtures of the sequence: O(n) time (Linformer, headwise sharing)."""
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        layers: int,
-        hidden: int,
-        residual: Residual = "pre",
-        dropout: float = 0.0,
-        rank: int = 32,
-        max_tokens: int = 512,
-        impl: Impl = "auto",
-    ) -> None:
+    def __init__(self, layers: Iterable[AttentionBlock], max_tokens: int, rank: int = 32) -> None:
         super().__init__()
-        check_int("rank", rank, 1)
         check_int("max_tokens", max_tokens, 1)
         self.max_tokens = max_tokens
-        self.layers = nn.ModuleList(
-            self_attention_block(dim, heads, hidden, residual, dropout, impl) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(layers)
         bound = rank**-0.5
         self.mixers = nn.ParameterList(
-            nn.Parameter(torch.empty(2, rank, max_tokens).uniform_(-bound, bound)) for _ in range(layers)
+            nn.Parameter(torch.empty(2, rank, max_tokens).uniform_(-bound, bound)) for _ in self.layers
         )
 
     def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
@@ -97,7 +73,7 @@ class ChordMixerEncoder(nn.Module):
     give the same result as alone.
     """
 
-    def __init__(self, dim: int, hidden: int, dropout: float = 0.0, max_tokens: int = 512) -> None:
+    def __init__(self, dim: int, hidden: int, dropout: float, max_tokens: int) -> None:
         super().__init__()
         check_int("max_tokens", max_tokens, 1)
         self.max_tokens = max_tokens
@@ -144,10 +120,11 @@ def make_encoder(
     """The encoder of that name."""
     check_choice("encoder", encoder, ENCODERS)
     check_int("layers", layers, 0)
+    blocks = (self_attention_block(dim, heads, hidden, residual, dropout, impl) for _ in range(layers))
     if encoder == "transformer":
-        return TransformerEncoder(dim, heads, layers, hidden, residual, dropout, impl)
+        return TransformerEncoder(blocks)
     if encoder == "linformer":
-        return LinformerEncoder(dim, heads, layers, hidden, residual, dropout, max_tokens=max_tokens, impl=impl)
+        return LinformerEncoder(blocks, max_tokens)
     if encoder == "chordmixer":
-        return ChordMixerEncoder(dim, hidden, dropout, max_tokens=max_tokens)
+        return ChordMixerEncoder(dim, hidden, dropout, max_tokens)
     return IdentityEncoder()

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
@@ -17,60 +17,54 @@ Head = Literal["gaussian", "bounded", "categorical", "point"]
 HEADS: tuple[Head, ...] = ("gaussian", "bounded", "categorical", "point")
 
 
-class GaussianHead(nn.Module):
-    """Independent normals per output. std = exp(s), or with a floor: std = floor + (1 - floor) * softplus(s)."""
+class AnyHead(nn.Module):
+    """A net of two linear layers; with `norm` a layer norm first, for features from a pre-norm residual stream."""
 
-    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False, floor: float | None = None) -> None:
+    def __init__(self, dim: int, hidden: int, width: int, norm: bool = False) -> None:
         super().__init__()
-        self.floor = floor
-        self.net = _predictor(dim, hidden, 2 * outputs, norm)
+        layers = MLP(dim, hidden, width, 2)
+        self.net = nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers
 
     def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
         return self.distribution(self.net(features))
 
-    def distribution(self, raw: Float[Tensor, "b m two_dy"]) -> Distribution:
+    def distribution(self, raw: Float[Tensor, "b m width"]) -> Distribution:
         """The distribution for an output of `net`."""
-        mean, raw = raw.chunk(2, dim=-1)
-        std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
-        return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
+        raise NotImplementedError
 
-    def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
+    def loss(self, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "b m"]:
         """Negative log-likelihood of every query, summed over known outputs."""
         return -log_likelihood(dist, y)
 
 
-class CategoricalHead(nn.Module):
-    """A distribution over classes per query."""
+class GaussianHead(AnyHead):
+    """Independent normals per output. std = exp(s), or with a floor: std = floor + (1 - floor) * softplus(s)."""
 
-    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False) -> None:
-        super().__init__()
-        self.net = _predictor(dim, hidden, outputs, norm)
+    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False, floor: float | None = None) -> None:
+        super().__init__(dim, hidden, 2 * outputs, norm)
+        self.floor = floor
 
-    def forward(self, features: Float[Tensor, "b m d"]) -> Categorical:
-        return self.distribution(self.net(features))
-
-    def distribution(self, logits: Float[Tensor, "b m classes"]) -> Categorical:
-        """The distribution for an output of `net`."""
-        return Categorical(logits=logits, validate_args=False)
-
-    def loss(self, dist: Distribution, y: Int[Tensor, "b m"]) -> Float[Tensor, "b m"]:
-        """Cross entropy of every query."""
-        return -dist.log_prob(y)
+    def distribution(self, raw: Float[Tensor, "b m two_dy"]) -> Distribution:
+        """Normals with the mean and the spread that `net` gives."""
+        mean, raw = raw.chunk(2, dim=-1)
+        std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
+        return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
 
 
-class PointHead(nn.Module):
+class CategoricalHead(AnyHead):
+    """A distribution over classes per query, trained by cross entropy."""
+
+    def distribution(self, raw: Float[Tensor, "b m classes"]) -> Distribution:
+        """Classes with the logits that `net` gives."""
+        return Categorical(logits=raw, validate_args=False)
+
+
+class PointHead(AnyHead):
     """A value per query without uncertainty: a normal of unit variance, trained by squared error."""
 
-    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False) -> None:
-        super().__init__()
-        self.net = _predictor(dim, hidden, outputs, norm)
-
-    def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
-        return self.distribution(self.net(features))
-
-    def distribution(self, mean: Float[Tensor, "b m dy"]) -> Distribution:
-        """The distribution for an output of `net`."""
-        return Independent(Normal(mean, torch.ones_like(mean), validate_args=False), 1, validate_args=False)
+    def distribution(self, raw: Float[Tensor, "b m dy"]) -> Distribution:
+        """Normals of unit variance around what `net` gives."""
+        return Independent(Normal(raw, torch.ones_like(raw), validate_args=False), 1, validate_args=False)
 
     def loss(self, dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tensor, "b m"]:
         """Squared error of every query, summed over known outputs."""
@@ -92,9 +86,6 @@ def squared_error(dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tenso
     return (dist.mean - y.masked_fill(~known, 0)).masked_fill(~known, 0).square().sum(dim=-1)
 
 
-AnyHead = GaussianHead | CategoricalHead | PointHead
-
-
 def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False) -> AnyHead:
     """The head of that name; "bounded" is the Gaussian with a standard deviation of at least 0.05."""
     check_choice("head", head, HEADS)
@@ -104,9 +95,3 @@ def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = Fals
     if head == "point":
         return PointHead(dim, hidden, outputs, norm)
     return GaussianHead(dim, hidden, outputs, norm, floor=0.05 if head == "bounded" else None)
-
-
-def _predictor(dim: int, hidden: int, width: int, norm: bool) -> nn.Module:
-    """Two linear layers; with `norm` a layer norm first, for features from a pre-norm residual stream."""
-    layers = MLP(dim, hidden, width, 2)
-    return nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers

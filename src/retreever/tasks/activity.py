@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -55,15 +55,11 @@ class Indices(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivityTask:
-    """Human Activity from the official file.
+    """Human Activity from the official file."""
 
-    Attributes:
-        path: the file ConfLongDemo_JSI.txt or ConfLongDemo_JSI.txt.gz, or the folder it lies in.
-        split: "paper" (windows at random, which leaks) or "recording" (no recording in two parts).
-    """
-
-    path: str | Path
-    split: Split = "paper"
+    path: str | Path  # the file ConfLongDemo_JSI.txt or ConfLongDemo_JSI.txt.gz, or the folder it lies in
+    split: Split = "paper"  # windows at random, which leaks, or "recording": no recording in two parts
+    test_batches: ClassVar[int] = 1  # all windows at once
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | Path):
@@ -95,18 +91,13 @@ class ActivityTask:
         """Same as `sample`, on the generator's device."""
         return self.sample(size, generator, generator.device)
 
-    def validation(self, size: int = 0, device: torch.device | str = "cpu") -> Iterator[Batch]:
+    def validation(self, size: int = 0) -> Iterator[Batch]:
         """The validation part, `size` windows at a time; 0 gives all at once, so that time points count equally."""
-        return self._fixed("validation", size, device)
+        return self._fixed("validation", size)
 
-    def test(self, size: int = 0, device: torch.device | str = "cpu") -> Iterator[Batch]:
+    def test(self, size: int = 0) -> Iterator[Batch]:
         """The test part, as `validation`."""
-        return self._fixed("test", size, device)
-
-    @property
-    def test_batches(self) -> int:
-        """Batches of the test part: one, of all windows."""
-        return 1
+        return self._fixed("test", size)
 
     @staticmethod
     def metric(dist: Distribution, batch: Batch) -> Tensor:
@@ -125,9 +116,9 @@ class ActivityTask:
             parts[name] = self._parts["cpu"][name].to(device)
         return parts[name]
 
-    def _fixed(self, name: Part, size: int, device: torch.device | str) -> Iterator[Batch]:
+    def _fixed(self, name: Part, size: int) -> Iterator[Batch]:
         check_int("size", size, 0)
-        part = self._part(name, device)
+        part = self._part(name)
         every = size or len(part.xc)
         return (part.rows(slice(start, start + every)) for start in range(0, len(part.xc), every))
 

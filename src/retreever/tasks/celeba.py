@@ -30,33 +30,19 @@ TrainOn = Literal["train", "train+validation"]
 
 @dataclass(frozen=True)
 class CelebATask(ImageTask):
-    """CelebA faces as squares of `size` pixels a side.
+    """CelebA faces as squares of `size` pixels a side; the paper's CelebA32 has 32."""
 
-    Attributes:
-        path: folder of img_align_celeba.zip (or the folder img_align_celeba) and list_eval_partition.txt.
-        size: pixels a side; the paper's CelebA32 has 32.
-        cache: cache root; by default RETREEVER_CACHE, else ~/.cache/retreever.
-        train_on: the official training part, or, as in the paper, that and the validation part.
-        sizes: numbers of pixels to train on, one for a "batch" or one for "each" image.
-    """
-
-    path: str | Path
+    path: str | Path  # folder of img_align_celeba.zip (or the folder img_align_celeba) and list_eval_partition.txt
     size: int = 32
-    cache: str | Path | None = None
-    train_on: TrainOn = "train"
-    sizes: Law = "batch"
+    cache: str | Path | None = None  # cache root; by default RETREEVER_CACHE, else ~/.cache/retreever
+    train_on: TrainOn = "train"  # the official training part, or, as in the paper, that and the validation part
+    sizes: Law = "batch"  # numbers of pixels to train on, one for a "batch" or one for "each" image
     name = "celeba"
 
     def __post_init__(self) -> None:
         check_int("size", self.size, 2)
         check_choice("train_on", self.train_on, ("train", "train+validation"))
         check_choice("sizes", self.sizes, LAWS)
-
-    @property
-    def validation_images(self) -> int:  # type: ignore[override]
-        """Images of the official validation part."""
-        train, validation, _ = self.partition.ends
-        return validation - train
 
     @property
     def training_images(self) -> Images:

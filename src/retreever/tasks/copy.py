@@ -49,10 +49,7 @@ class CopyTask:
         bos, eos = digits.new_full((size, 1), BOS), digits.new_full((size, 1), EOS)
         positions = torch.arange(half, dtype=torch.float32, device=device)[None, :, None].expand(size, half, 1)
         return Batch(
-            xc=positions,
-            yc=torch.cat([bos, digits], dim=1),
-            xt=positions,
-            yt=torch.cat([digits.flip(1), eos], dim=1),
+            xc=positions, yc=torch.cat([bos, digits], dim=1), xt=positions, yt=torch.cat([digits.flip(1), eos], dim=1)
         )
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
@@ -67,15 +64,13 @@ class CopyTask:
         """The generator of the training sequences of `seed`."""
         return stream(self._name, "train", seed)
 
-    def validation(
-        self, sequences: int = 320, size: int = FIXED_BATCH, device: torch.device | str = "cpu"
-    ) -> Iterator[Batch]:
+    def validation(self, sequences: int = 320, size: int = FIXED_BATCH) -> Iterator[Batch]:
         """Fixed sequences for validation; never trained on, never tested on."""
-        return self._fixed(stream(self._name, "validation", 0), sequences, size, device)
+        return self._fixed(stream(self._name, "validation", 0), sequences, size)
 
-    def test(self, size: int = FIXED_BATCH, device: torch.device | str = "cpu") -> Iterator[Batch]:
+    def test(self, size: int = FIXED_BATCH) -> Iterator[Batch]:
         """The fixed test sequences (3,200 by default)."""
-        return self._fixed(stream(self._name, "test", 0), self.test_sequences, size, device)
+        return self._fixed(stream(self._name, "test", 0), self.test_sequences, size)
 
     @property
     def test_batches(self) -> int:
@@ -92,9 +87,7 @@ class CopyTask:
     def _name(self) -> str:
         return f"copy-{self.n}"
 
-    def _fixed(
-        self, generator: torch.Generator, sequences: int, size: int, device: torch.device | str
-    ) -> Iterator[Batch]:
+    def _fixed(self, generator: torch.Generator, sequences: int, size: int) -> Iterator[Batch]:
         check_int("size", size, 1)
         for start in range(0, sequences, size):
-            yield self.sample(min(size, sequences - start), generator, device)
+            yield self.sample(min(size, sequences - start), generator)

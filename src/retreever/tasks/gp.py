@@ -48,17 +48,13 @@ Drawn = tuple[Batch, Hyperparameters]
 class GPTask:
     """Functions of one kernel.
 
-    Attributes:
-        kernel: "rbf" (what the paper trains on), "matern" (5/2) or "periodic".
-        ranges: of the length-scale: those of the public code, or those printed in the paper.
-        test_batches: batches of 16 functions in the test set.
-        sizes: numbers of points to train on: one for a "batch", as in the paper, or one for "each" function, with 24
-            targets.
+    `sizes` says how many points training functions have: one number for a "batch", as in the paper, or one for "each"
+    function, with 24 targets.
     """
 
-    kernel: Kernel = "rbf"
-    ranges: Ranges = "code"
-    test_batches: int = 3_000
+    kernel: Kernel = "rbf"  # what the paper trains on; "matern" is 5/2
+    ranges: Ranges = "code"  # of the length-scale: those of the public code, or those printed in the paper
+    test_batches: int = 3_000  # batches of 16 functions in the test set
     sizes: Law = "batch"
 
     def __post_init__(self) -> None:
@@ -157,12 +153,8 @@ class GPTask:
         """The fixed test set: 3,000 batches of 16 by default."""
         return (batch for batch, _ in self._fixed("test", self.test_batches))
 
-    def oracle_score(self) -> float:
-        """Log-likelihood of the exact posterior over the test set, in the paper's measure."""
-        return float(self.oracle_scores().mean())
-
     def oracle_scores(self) -> Float[Tensor, " batches"]:
-        """The exact posterior's log-likelihood on every batch of the test set."""
+        """The exact posterior's log-likelihood on every batch of the test set; their mean is the paper's measure."""
         fixed = self._fixed("test", self.test_batches)
         return torch.stack([self.metric(self.posterior(b, h), b).mean() for b, h in fixed])
 

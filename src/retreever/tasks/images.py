@@ -130,19 +130,12 @@ class ImageTask(ABC):
 
 @dataclass(frozen=True)
 class EmnistTask(ImageTask):
-    """EMNIST 'balanced': training on digits; test on other digits or on classes never seen, letters.
+    """EMNIST 'balanced': training on digits; test on other digits or on classes never seen, letters."""
 
-    Attributes:
-        path: folder of the official files, emnist-balanced-train-images-idx3-ubyte and so on, plain or .gz.
-        classes: of the test images: "seen" (0 to 9) or "unseen" (10 to 46).
-        validation_images: how many of the training images are kept for validation.
-        sizes: numbers of pixels to train on, one for a "batch" or one for "each" image.
-    """
-
-    path: str | Path
-    classes: Classes = "seen"
-    validation_images: int = 1_600
-    sizes: Law = "batch"
+    path: str | Path  # folder of the official files, emnist-balanced-train-images-idx3-ubyte and so on, plain or .gz
+    classes: Classes = "seen"  # of the test images: "seen" (0 to 9) or "unseen" (10 to 46)
+    validation_images: int = 1_600  # how many of the training images are kept for validation
+    sizes: Law = "batch"  # numbers of pixels to train on, one for a "batch" or one for "each" image
     name = "emnist"
 
     def __post_init__(self) -> None:
@@ -161,12 +154,18 @@ class EmnistTask(ImageTask):
         return load_emnist(self.path, "test", self.classes)
 
 
-def load_emnist(path: str | Path, part: Part, classes: Classes) -> Images:
-    """Upright images of the seen (0 to 9) or unseen classes (10 to 46); the files hold them transposed."""
+def read_emnist(path: str | Path, part: Part) -> tuple[Path, UInt8[Tensor, "count w h"], UInt8[Tensor, " count"]]:
+    """The file of the labels of one part, all images as the files hold them, and their labels."""
     labels_file = find_idx(path, f"emnist-balanced-{part}-labels-idx1-ubyte")
     images, labels = read_labelled(find_idx(path, f"emnist-balanced-{part}-images-idx3-ubyte"), labels_file)
     if int(labels.max()) >= CLASSES:
         raise DataError(f"{labels_file}: expected labels from 0 to {CLASSES - 1}, got {int(labels.max())}")
+    return labels_file, images, labels
+
+
+def load_emnist(path: str | Path, part: Part, classes: Classes) -> Images:
+    """Upright images of the seen (0 to 9) or unseen classes (10 to 46); the files hold them transposed."""
+    labels_file, images, labels = read_emnist(path, part)
     wanted = labels < DIGITS if classes == "seen" else labels >= DIGITS
     if not bool(wanted.any()):
         raise DataError(f"{labels_file}: expected some labels of {classes} classes, got none")

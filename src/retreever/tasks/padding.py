@@ -77,11 +77,7 @@ def context_sizes(most: int, tasks: int, generator: torch.Generator) -> Int64[Te
 
 
 def divide(
-    x: Float[Tensor, "b p dx"],
-    y: Float[Tensor, "b p dy"],
-    n: Int64[Tensor, "*b1"],
-    m: Int64[Tensor, ""],
-    room: Room,
+    x: Float[Tensor, "b p dx"], y: Float[Tensor, "b p dy"], n: Int64[Tensor, "*b1"], m: Int64[Tensor, ""], room: Room
 ) -> Batch:
     """A batch with the first n points (one number, or one per row) as context and up to m following ones as target."""
     b, points = x.shape[:2]

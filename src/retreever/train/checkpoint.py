@@ -160,7 +160,7 @@ def _write(target: Path, contents: dict[str, bytes]) -> None:
 
 
 def _prune(folder: Path, keep: int, written: Path | None = None) -> None:
-    """Rename all but the `keep` newest numbered checkpoints, and the one just `written`, so that `_tidy` deletes them."""
+    """Rename all but the `keep` newest numbered checkpoints and the one just `written`; `_tidy` deletes them."""
     for old in _numbered(folder)[:-keep]:
         if old != written:
             os.replace(old, _draft(old))  # gone in one step

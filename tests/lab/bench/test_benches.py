@@ -12,6 +12,7 @@ import torch
 
 from retreever.attention import TreeCrossAttention
 from retreever.errors import InputError
+from retreever.lab.bench import attention
 from retreever.lab.bench.attention import Part, latency_rows, operator_methods, operator_table
 from retreever.lab.bench.build import build_rows, matrix_products
 from retreever.lab.bench.figures import BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
@@ -19,6 +20,7 @@ from retreever.lab.bench.memory import growth, peak_bytes
 from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, TrainBench
 from retreever.lab.bench.paper import PUBLISHED
 from retreever.lab.bench.report import Run
+from retreever.lab.bench.timing import Timing
 from retreever.lab.bench.train import CROSS, PLAIN, SEARCH, set_impl, variants
 from retreever.models.retreever import ReTreever
 from retreever.tree.plan import TreePlan
@@ -88,6 +90,18 @@ def test_calls_predicted_to_be_slow_are_skipped_and_say_so(tmp_path: Path) -> No
     table = operator_table(run, options, rows)
     assert table.rows[1][3:] == ("skipped", "skipped", None, "skipped", "skipped")
     assert any("skipped" in note for note in table.notes)
+
+
+@pytest.mark.parametrize(("slowest", "skipped"), [(0.7, [64]), (0.9, [])])
+def test_a_forecast_scales_with_the_work(
+    slowest: float, skipped: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.1 s for 100 queries over 8 tokens follow 0.8 s over 64; one query, timed in between, says less."""
+    run, options = tiny_run(tmp_path, n=(8, 64), m=(100, 1), slowest=slowest)
+    timing = Timing(0.1, 0.1, 0.1, samples=1, calls=1, mode="eager")
+    monkeypatch.setattr(attention, "time_together", lambda methods, *_: dict.fromkeys(methods, timing))
+    rows = latency_rows(run, options, Part("operator", "eager", lambda *_: lambda m: {FULL: [lambda: None]}))
+    assert [row["n"] for row in rows if row.get("skipped")] == skipped
 
 
 def test_all_operator_methods_read_what_they_should(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from retreever.errors import BackendError, InputError, RetreeverError
-from retreever.lab.bench.figures import TREE, Bar, Panel, draw_bars, draw_panels, readable, short
+from retreever.lab.bench.figures import TREE, Panel, draw_bars, draw_panels, readable, short
 from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, TrainBench
 from retreever.lab.bench.report import Run, check_sizes, quantity, times
 from retreever.lab.tables import Table
@@ -137,5 +137,5 @@ def test_numbers_are_readable() -> None:
 
 
 def test_bars_are_drawn(tmp_path: Path) -> None:
-    file = draw_bars({"N = 64": {"TCA": Bar(1.0, TREE)}}, tmp_path / "bars.png", "title", "ms")
+    file = draw_bars({"N = 64": {"TCA": (1.0, TREE)}}, tmp_path / "bars.png", "title", "ms")
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from retreever.lab.bench.timing import FEWEST, MOST_CALLS, Forecast, Limits, Timing, WallTimer, time_together, warm_up
+from retreever.lab.bench.timing import FEWEST, MOST_CALLS, Limits, Timing, WallTimer, time_together, warm_up
 
 CPU = torch.device("cpu")
 
@@ -90,15 +90,6 @@ def test_warm_up_leaves_the_first_call_out(clock: Clock) -> None:
 def test_slow_calls_are_not_warmed_up_for_long(clock: Clock) -> None:
     warm_up([clock.call("a", 4.0), clock.call("b", 4.0)], CPU)
     assert clock.log == "aa"
-
-
-def test_a_forecast_scales_with_the_work() -> None:
-    forecast = Forecast(slowest=1.0)
-    assert not forecast.too_slow("sdpa", 1e9)  # nothing known yet
-    forecast.learn("sdpa", work=100, seconds=0.1)
-    forecast.learn("sdpa", work=1, seconds=0.05)  # smaller calls say less
-    assert not forecast.too_slow("sdpa", 900) and forecast.too_slow("sdpa", 1100)
-    assert not forecast.too_slow("tree", 1e9)
 
 
 def test_json_is_in_microseconds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_broken_files_are_one_line(folder: Path, make_run: MakeRun) -> None:
     (folder / "results" / "copy.json").write_text('{"runs": {"copy-8-tca-seed0": {}}}')
     with pytest.raises(ConfigError, match=r"copy\.json: copy-8-tca-seed0: expected settings"):
         load_results(folder)
+
+
+@pytest.mark.parametrize("line", [b"[" * 100_000, b"9" * 5_000, b"\xff"])
+def test_metrics_that_cannot_be_read_are_one_line(line: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(line)
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: expected lines with step, metric and seconds, got"):
+        learning_curve(file)
+
+
+def test_a_pipe_in_place_of_metrics_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be read: expected a regular file"):
+        learning_curve(tmp_path / "metrics.jsonl")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -15,7 +15,7 @@ from retreever.errors import ConfigError
 from retreever.lab.experiments.options import Experiment, Results, Table
 from retreever.lab.experiments.recipe import recipes_in
 from retreever.lab.experiments.results import load_results
-from retreever.lab.experiments.summary import END, START
+from retreever.lab.experiments.results_page import END, START
 
 SHIPPED = Path(__file__).parents[3] / "experiments"
 ALL = recipes_in(SHIPPED)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from retreever.errors import ConfigError, InputError
-from retreever.lab.experiments.paper import load_paper
 from retreever.lab.experiments.recipe import find_recipe, load_recipe, recipes_in
+from retreever.lab.experiments.rows import load_paper
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "experiments"

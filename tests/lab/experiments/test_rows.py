@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retreever.errors import ConfigError
-from retreever.lab.experiments.figure import curves_of, draw_figure, token_points
-from retreever.lab.experiments.paper import Printed, load_paper
+from retreever.lab.experiments.command import curves_of, draw_figure, token_points
 from retreever.lab.experiments.recipe import load_recipe, recipes_in
 from retreever.lab.experiments.results import Entry, check_entry
-from retreever.lab.experiments.rows import Row, load_rows, rows_of
+from retreever.lab.experiments.rows import Printed, Row, load_paper, load_rows, rows_of
 from retreever.lab.experiments.table import difference, make_table
 
 SHIPPED = Path(__file__).parents[3] / "experiments"
@@ -117,7 +116,7 @@ def test_a_score_that_a_run_lacks_is_one_line(folder: Path) -> None:
 
 
 def test_scores_must_be_finite_numbers() -> None:
-    for bad in (math.nan, math.inf, "5", True):
+    for bad in (math.nan, math.inf, "5", True, 10**400):
         with pytest.raises(ConfigError, match="file: run: expected scores"):
             check_entry({**entry(0), "scores": {"test": bad}}, "file: run")
     with pytest.raises(ConfigError, match="got none of curve"):

@@ -81,7 +81,7 @@ def test_channels_are_values_and_what_was_seen() -> None:
 @pytest.mark.parametrize("kind", [ReTreever, TransformerCA, PerceiverIO])
 def test_every_model_is_drawn(kind: type[nn.Module], tmp_path: Path) -> None:
     model: Any = kind(**TINY, dim_y=24, outputs=CLASSES, head="categorical")
-    file = draw_activity(model, windows(), tmp_path / "new" / "activity.png", title="A window")
+    file = draw_activity(model, windows(), tmp_path / "new" / "activity.png")
     assert file.stat().st_size > 10_000 and [path.name for path in file.parent.iterdir()] == ["activity.png"]
 
 

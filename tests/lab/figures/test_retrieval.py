@@ -86,7 +86,7 @@ def test_an_answer_outside_the_tree_is_refused(tmp_path: Path, truth: int) -> No
 
 
 def test_curves_have_one_colour_per_run(tmp_path: Path) -> None:
-    picture = pixels(draw_curves(HISTORIES, tmp_path / "curves.png", title="Copy task", percent=True))
+    picture = pixels(draw_curves(HISTORIES, tmp_path / "curves.png", title="Copy task"))
     assert picture.shape[:2] == (645, 1500)
     assert amount(picture, "#0072b2") > 500 and amount(picture, "#e69f00") > 50
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from retreever.errors import BackendError, InputError
 from retreever.lab.figures.style import PALETTE, room_between
-from retreever.lab.figures.table_curves import Panels, draw_curve_panels
+from retreever.lab.figures.tables import Panels, draw_curve_panels
 
 image = pytest.importorskip("matplotlib.image")
 numbers = st.floats(-1e6, 1e6)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retreever.errors import InputError
-from retreever.lab.figures.tokens import axis_limits, draw_scores_against_tokens, panels_of, places_of, ticks_of
+from retreever.lab.figures.tables import axis_limits, draw_scores_against_tokens, panels_of, places_of, ticks_of
 
 image = pytest.importorskip("matplotlib.image")
 colors = pytest.importorskip("matplotlib.colors")

@@ -72,9 +72,6 @@ def test_unfinished_runs_and_bad_names_are_refused(
     refused([tmp_path / "absent", "tiny"], "absent: expected the folder of a run", capsys, out)
     edit(run / "result.json", scores={"test": float("nan")})
     refused([run, "tiny"], "scores.test: expected a finite number, got nan", capsys, out)
-    edit(run / "config.json", layers="6")
-    refused([run, "tiny"], "layers: expected an int >= 0, got str '6'", capsys, out)
-    edit(run / "config.json", layers=6)
     edit(run / "result.json", scores={"test": "good"})
     refused([run, "tiny"], "scores.test: expected a finite number, got good", capsys, out)
     edit(run / "result.json", scores=[1.0])
@@ -83,6 +80,12 @@ def test_unfinished_runs_and_bad_names_are_refused(
     refused([run, "tiny"], "result.json: scores: expected an entry, got none", capsys, out)
     (run / "result.json").unlink()
     refused([run, "tiny"], "expected a finished run", capsys, out)
+
+
+def test_a_setting_of_the_wrong_type_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (run / "config.json").read_text()
+    (run / "config.json").write_text(text.replace('"layers": 6', '"layers": "6"'))
+    refused([run, "tiny"], "layers: expected an int >= 0, got str '6'", capsys, tmp_path / "out")
 
 
 def test_large_weights_are_refused(

@@ -160,6 +160,11 @@ def test_mistakes_are_named() -> None:
         make_recipe("mnist")
     with pytest.raises(InputError, match=r"^steps: expected an int >= 1, got -3"):
         make_recipe("gp").changed(steps=-3)
+    with pytest.raises(InputError, match=r"^n: expected an int >= 1, got str '8'"):
+        make_recipe("copy", n="8")
+    for large in (10**400, 10**5_000):
+        with pytest.raises(InputError, match=r"^stop_at: expected a number >= -inf, got one of more than 300 digits"):
+            make_recipe("gp", stop_at=large)
 
 
 def test_missing_data_is_one_line_that_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

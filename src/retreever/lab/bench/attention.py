@@ -6,9 +6,10 @@ All methods have prepared what depends on the context alone: keys and values of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from retreever.arguments import check_int
 from retreever.attention import CrossAttention, TreeCrossAttention
-from retreever.lab.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels
+from retreever.lab.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels, lines_of
 from retreever.lab.bench.options import AttentionBench
 from retreever.lab.bench.paper import paper_rows, paper_table
 from retreever.lab.bench.report import Row, Rows, Run, check_sizes, progress, quantity, timed, times
-from retreever.lab.bench.timing import Call, Forecast, Mode, time_together
+from retreever.lab.bench.timing import Call, Mode, time_together
 from retreever.lab.tables import Cell, Table
 from retreever.ops.search.api import tree_attention
 from retreever.tree.plan import TreePlan
@@ -29,8 +30,7 @@ Methods = dict[str, Sequence[Call]]
 MakeMethods = Callable[[int], Methods]  # from the number of queries
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of the benchmark: the operator or the module, and how it is timed."""
 
     name: str
@@ -38,7 +38,7 @@ class Part:
     prepare: Callable[[Run, AttentionBench, TreePlan], MakeMethods]
 
 
-def run_attention(options: AttentionBench) -> None:
+def measure(options: AttentionBench) -> None:
     """Run the benchmark and write its files."""
     options = _sizes(options)
     run = Run.start("attention", options)
@@ -53,18 +53,20 @@ def run_attention(options: AttentionBench) -> None:
 
 def latency_rows(run: Run, options: AttentionBench, part: Part) -> Iterator[Row]:
     """Rows of all sizes of one part; calls predicted to take too long are marked as skipped."""
-    forecast = Forecast(options.slowest)
+    largest: dict[str, tuple[int, float]] = {}  # method -> tokens read by its largest call so far, and its seconds
     for n in options.n:
         plan = TreePlan(n, 2)
         make = part.prepare(run, options, plan)
         for m in options.m:
             methods = make(m)
-            work = {name: float(m * (n if name == FULL else plan.tokens)) for name in methods}
-            skipped = [name for name in methods if forecast.too_slow(name, work[name])]
+            work = {name: m * (n if name == FULL else plan.tokens) for name in methods}
+            expected = {name: seconds * work[name] / known for name, (known, seconds) in largest.items()}
+            skipped = [name for name in methods if expected.get(name, 0.0) > options.slowest]
             kept = {name: calls for name, calls in methods.items() if name not in skipped}
             timings = time_together(kept, run.device, part.mode, run.limits)
             for name, timing in timings.items():
-                forecast.learn(name, work[name], timing.seconds)
+                if work[name] >= largest.get(name, (0, 0.0))[0]:
+                    largest[name] = work[name], timing.seconds
             where = {"part": part.name, "n": n, "m": m, "tokens": plan.tokens}
             yield from timed(timings, **where)
             yield from ({**where, "method": name, "skipped": True} for name in skipped)
@@ -116,22 +118,15 @@ def module_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMet
 def operator_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
     """Table of the operator: microseconds of every method, and the speed-up of the tree over all tokens."""
     skipped = any(row.get("skipped") for row in rows)
+    lines = []
+    for (n, m), found in by_size(rows, "operator").items():
+        tree, full, perceiver, plain = (_us(found, method) for method in (TREE, FULL, PERCEIVER, REFERENCE))
+        tokens = TreePlan(n, 2).tokens
+        lines.append((f"{n:,}", f"{m:,}", tokens, tree, full, times(_ratio(found)), perceiver, plain))
     return Table(
         f"One call, µs: {options.heads} heads of {options.width}, {run.dtype_name}, {run.clock}",
         ("n", "m", "tokens", "tree", "all tokens (SDPA)", "speed-up", "Perceiver read-out", "tree, plain torch"),
-        tuple(
-            (
-                f"{n:,}",
-                f"{m:,}",
-                TreePlan(n, 2).tokens,
-                _us(found, TREE),
-                _us(found, FULL),
-                times(_ratio(found)),
-                _us(found, PERCEIVER),
-                _us(found, REFERENCE),
-            )
-            for (n, m), found in by_size(rows, "operator").items()
-        ),
+        tuple(lines),
         (run.footer(), *([f"skipped: predicted to take longer than {options.slowest:g} s a call"] if skipped else [])),
     )
 
@@ -171,10 +166,7 @@ def by_size(rows: Rows, part: str) -> dict[tuple[int, int], dict[str, Row]]:
 
 
 def _panel(rows: Rows, part: str, m: int, top: bool) -> Panel:
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        if row["part"] == part and row["m"] == m and "us" in row:
-            lines.setdefault(row["method"], []).append((row["n"], 1e-6 * row["us"]))
+    lines = lines_of((row for row in rows if row["part"] == part and row["m"] == m), "us", 1e-6)
     return Panel(f"{m:,} {'query' if m == 1 else 'queries'}" if top else "", lines, (FULL, TREE))
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from retreever.attention import TreeCrossAttention
-from retreever.lab.bench.figures import BUILD, BUILD_GRAPH, PRODUCTS, PRODUCTS_GRAPH, Panel, draw_panels
-from retreever.lab.bench.options import BuildBench
+from retreever.lab.bench.figures import BUILD, BUILD_GRAPH, PRODUCTS, PRODUCTS_GRAPH, Panel, draw_panels, lines_of
+from retreever.lab.bench.options import BY_FOUR, BuildBench
 from retreever.lab.bench.report import Row, Rows, Run, check_sizes, progress, quantity, timed, times
 from retreever.lab.bench.timing import Call, Mode, time_together
-from retreever.lab.tables import Table
+from retreever.lab.tables import Table, number
 from retreever.tree.build import build_nodes
 from retreever.tree.order import leaf_layout
 from retreever.tree.plan import TreePlan
@@ -25,7 +25,7 @@ LAYOUT, AGGREGATE, WHOLE = "layout", "aggregation", "whole build, with keys and 
 PUBLISHED = {LAYOUT: 0.076, AGGREGATE: 12.864}  # milliseconds
 
 
-def run_build(options: BuildBench) -> None:
+def measure(options: BuildBench) -> None:
     """Run the benchmark and write its files."""
     run = Run.start("build", options)
     options = replace(options, n=_sizes(run, options))
@@ -110,15 +110,13 @@ def build_table(run: Run, options: BuildBench, rows: Rows, modes: Sequence[Mode]
 
 def part_table(parts: Rows) -> Table:
     """Table of the parts of a build beside the paper's numbers."""
-    lines = tuple((row["method"], f"{row['us'] / 1e3:.3f}", _text(row["paper_ms"])) for row in parts)
+    lines = tuple((row["method"], f"{row['us'] / 1e3:.3f}", number(row["paper_ms"], 3)) for row in parts)
     return Table(f"Parts of a build, {PAPER_TOKENS} tokens, eager", ("part", "ms", "paper, ms"), lines)
 
 
 def draw_build(run: Run, rows: Rows, file: Path) -> Path:
     """Draw time against tokens."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in rows:
-        lines.setdefault(row["method"], []).append((row["n"], 1e-6 * row["us"]))
+    lines = lines_of(rows, "us", 1e-6)
     where = run.machine["accelerator"] or run.machine["processor"]
     return draw_panels([[Panel("", lines)]], file, f"Building a tree, {where}, {run.dtype_name}", "seconds", ["time"])
 
@@ -136,8 +134,4 @@ def _ratios(rows: Rows) -> list[Row]:
 
 def _sizes(run: Run, options: BuildBench) -> tuple[int, ...]:
     largest = 4096 if options.quick else 1 << 16 if run.device.type == "cpu" else 1 << 20
-    return check_sizes("n", options.n or tuple(n for n in (4**power for power in range(4, 11)) if n <= largest))
-
-
-def _text(milliseconds: float | None) -> str | None:
-    return None if milliseconds is None else f"{milliseconds:.3f}"
+    return check_sizes("n", options.n or tuple(n for n in BY_FOUR if n <= largest))

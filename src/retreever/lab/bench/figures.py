@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from retreever.lab.figures.style import PALETTE, STYLE, clean, new_figure, save
+from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Unit = Literal["seconds", "bytes"]
 Points = Sequence[tuple[int, float]]
@@ -61,13 +60,6 @@ class Panel:
     compare: tuple[str, str] | None = None
 
 
-class Bar(NamedTuple):
-    """A value, drawn in the colour of the name it is `like`."""
-
-    value: float
-    like: str
-
-
 def draw_panels(
     grid: Sequence[Sequence[Panel]], file: Path, title: str, unit: Unit, labels: Sequence[str] = ("",)
 ) -> Path:
@@ -88,19 +80,22 @@ def draw_panels(
         axis.set_ylabel(label, color=STYLE["ink"])
     for axis in axes[-1]:
         axis.set_xlabel("context tokens", color=STYLE["ink"])
-    _ticks(axes[0][0], sorted({n for panel in panels for line in panel.lines.values() for n, _ in line}))
-    _legend(figure, names, axes.flat, columns)
+    sizes = sorted({n for panel in panels for line in panel.lines.values() for n, _ in line})
+    shown = sizes[:: -(-len(sizes) // 7)]
+    axes[0][0].set_xticks(shown, [short(n) for n in shown])
+    drawn = {str(line.get_label()): line for axis in axes.flat for line in axis.get_lines()}
+    legend_below(figure, [drawn[_LOOKS[name].label] for name in names], columns, size=9.5)
     return save(figure, file, title)
 
 
-def draw_bars(groups: Mapping[str, Mapping[str, Bar]], file: Path, title: str, label: str) -> Path:
-    """Draw horizontal bars with their values, one panel per group; shorter is better."""
+def draw_bars(groups: Mapping[str, Mapping[str, tuple[float, str]]], file: Path, title: str, label: str) -> Path:
+    """Draw horizontal bars with their values, each in the colour of a method, one panel per group."""
     figure = new_figure(8.5, 0.7 + sum(0.75 + 0.32 * len(bars) for bars in groups.values()))
     heights = [len(bars) + 1 for bars in groups.values()]
     axes: Any = figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
     for axis, (group, bars) in zip(axes[:, 0], groups.items(), strict=True):
-        places, values = range(len(bars)), [bar.value for bar in bars.values()]
-        axis.barh(places, values, height=0.68, color=[_LOOKS[bar.like].colour for bar in bars.values()])
+        places, values = range(len(bars)), [value for value, _ in bars.values()]
+        axis.barh(places, values, height=0.68, color=[_LOOKS[method].colour for _, method in bars.values()])
         clean(axis, label if axis is axes[-1, 0] else "")
         axis.set_yticks(places, bars.keys())
         axis.invert_yaxis()
@@ -111,6 +106,15 @@ def draw_bars(groups: Mapping[str, Mapping[str, Bar]], file: Path, title: str, l
         for place, value in zip(places, values, strict=True):
             axis.annotate(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}", (value, place), (4, 0), **look)
     return save(figure, file, title)
+
+
+def lines_of(rows: Iterable[Mapping[str, Any]], key: str, scale: float) -> dict[str, list[tuple[int, float]]]:
+    """The lines of a panel: method -> context tokens and `key` times `scale` of every row that has it."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if key in row:
+            lines.setdefault(row["method"], []).append((row["n"], scale * row[key]))
+    return lines
 
 
 def readable(value: float, unit: Unit) -> str:
@@ -166,14 +170,3 @@ def _draw_factor(axis: Axes, panel: Panel) -> None:
         axis.annotate(text, (n, high), (0, 6), ha="center", va="bottom", **look)
     else:
         axis.annotate(text, (n, (high * low) ** 0.5), (-5, 0), ha="right", va="center", **look)
-
-
-def _legend(figure: Figure, names: Sequence[str], axes: Iterable[Axes], columns: int) -> None:
-    drawn = {str(line.get_label()): line for axis in axes for line in axis.get_lines()}
-    look: dict[str, Any] = {"ncols": columns, "frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9.5}
-    figure.legend(handles=[drawn[_LOOKS[name].label] for name in names], loc="outside lower center", **look)
-
-
-def _ticks(axis: Axes, sizes: Sequence[int]) -> None:
-    step = -(-len(sizes) // 7)
-    axis.set_xticks(sizes[::step], [short(n) for n in sizes[::step]])

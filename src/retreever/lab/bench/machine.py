@@ -30,8 +30,8 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
         "system": platform.system(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "triton": _installed("triton"),
-        "numba": _installed("numba"),
+        "triton": version_of("triton"),
+        "numba": version_of("numba"),
         "retreever": __version__,
         "float32_matmul": torch.get_float32_matmul_precision(),
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
@@ -66,7 +66,8 @@ def _accelerator(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _installed(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

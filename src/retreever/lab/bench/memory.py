@@ -19,7 +19,8 @@ from torch import Tensor
 
 from retreever.attention import CrossAttention, TreeCrossAttention
 from retreever.errors import BackendError
-from retreever.lab.bench.figures import CACHED, RAW, TREE, Panel, draw_panels
+from retreever.lab.bench.figures import CACHED, RAW, TREE, Panel, draw_panels, lines_of
+from retreever.lab.bench.machine import describe
 from retreever.lab.bench.options import MemoryBench
 from retreever.lab.bench.report import Row, Rows, Run, check_sizes, quantity, times
 from retreever.lab.bench.timing import synchronize
@@ -28,7 +29,7 @@ from retreever.lab.tables import Table
 SMALL, LARGE = 1 << 10, 1 << 20  # growth is reported between these
 
 
-def run_memory(options: MemoryBench) -> None:
+def measure(options: MemoryBench) -> None:
     """Run the benchmark and write its files."""
     n, m = check_sizes("n", options.n), check_sizes("m", options.m)
     options = replace(options, n=tuple(x for x in n if x <= 1 << 14) or n[:1] if options.quick else n, m=m)
@@ -110,17 +111,14 @@ def memory_table(run: Run, options: MemoryBench, rows: Rows) -> Table:
     title = (
         f"Peak memory of one call beyond its inputs, KiB: width {options.dim}, {options.heads} heads, {run.dtype_name}"
     )
-    return Table(title, columns, tuple(lines), (*notes, run.where))
+    return Table(title, columns, tuple(lines), (*notes, describe(run.machine)))
 
 
 def draw_memory(run: Run, options: MemoryBench, rows: Rows, file: Path) -> Path:
     """One panel per number of queries."""
     panels = []
     for m in options.m:
-        lines = {
-            method: [(row["n"], float(row["bytes"])) for row in rows if row["m"] == m and row["method"] == method]
-            for method in (TREE, CACHED, RAW)
-        }
+        lines = lines_of((row for row in rows if row["m"] == m), "bytes", 1.0)
         panels.append(Panel(f"{m:,} {'query' if m == 1 else 'queries'}", lines, (RAW, TREE)))
     title = f"Peak memory of one call beyond its inputs, {run.device.type}, {run.dtype_name}"
     return draw_panels([panels], file, title, "bytes", ["peak memory"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-_BY_FOUR = tuple(4**power for power in range(4, 11))  # 256 to 1,048,576
+BY_FOUR = tuple(4**power for power in range(4, 11))  # 256 to 1,048,576
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,18 @@ class BenchOptions:
     overwrite: bool = False
     """Replace the files of an earlier run in the same folder."""
 
+    name: ClassVar[str]
+
+    def run(self) -> None:
+        """Print tables, write JSON, Markdown and a figure."""
+        import_module(f"retreever.lab.bench.{self.name}").measure(self)
+
 
 @dataclass(frozen=True)
 class AttentionBench(BenchOptions):
     """Latency of one call against attention over all tokens, Perceiver IO's read-out and plain torch."""
 
-    n: tuple[int, ...] = _BY_FOUR
+    n: tuple[int, ...] = BY_FOUR
     """Context tokens."""
     m: tuple[int, ...] = (1, 16, 256, 4096)
     """Queries per call."""
@@ -47,11 +54,7 @@ class AttentionBench(BenchOptions):
     slowest: float = 5.0
     """Calls predicted to take longer than this many seconds are skipped."""
 
-    def run(self) -> None:
-        """Print tables, write JSON, Markdown and a figure."""
-        from retreever.lab.bench.attention import run_attention
-
-        run_attention(self)
+    name: ClassVar[str] = "attention"
 
 
 @dataclass(frozen=True)
@@ -67,18 +70,14 @@ class BuildBench(BenchOptions):
     branch: int = 2
     """Children per node."""
 
-    def run(self) -> None:
-        """Print tables, write JSON, Markdown and a figure."""
-        from retreever.lab.bench.build import run_build
-
-        run_build(self)
+    name: ClassVar[str] = "build"
 
 
 @dataclass(frozen=True)
 class MemoryBench(BenchOptions):
     """Peak memory of one inference call beyond its inputs."""
 
-    n: tuple[int, ...] = _BY_FOUR
+    n: tuple[int, ...] = BY_FOUR
     """Context tokens."""
     m: tuple[int, ...] = (1, 256)
     """Queries per call."""
@@ -87,11 +86,7 @@ class MemoryBench(BenchOptions):
     heads: int = 4
     """Attention heads."""
 
-    def run(self) -> None:
-        """Print a table, write JSON, Markdown and a figure."""
-        from retreever.lab.bench.memory import run_memory
-
-        run_memory(self)
+    name: ClassVar[str] = "memory"
 
 
 @dataclass(frozen=True)
@@ -113,8 +108,4 @@ class TrainBench(BenchOptions):
     data: Path | None = None
     """Folder that holds the datasets."""
 
-    def run(self) -> None:
-        """Print a table, write JSON, Markdown and a figure."""
-        from retreever.lab.bench.train import run_train
-
-        run_train(self)
+    name: ClassVar[str] = "train"

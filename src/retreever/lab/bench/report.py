@@ -94,15 +94,10 @@ class Run:
         write_text(self.file("md"), f"{body}\n{picture}".rstrip() + "\n")
         print(f"written: {', '.join(str(self.file(ending)) for ending in written)}")
 
-    @property
-    def where(self) -> str:
-        """One line on the machine and its software."""
-        return describe(self.machine)
-
     def footer(self) -> str:
         """One line on the machine and how times were measured."""
         load = "" if self.load is None else f"; load {self.load[0]:.1f} at the start"
-        return f"{self.where}; medians of up to {self.limits.samples} samples taken in turn{load}"
+        return f"{describe(self.machine)}; medians of up to {self.limits.samples} samples taken in turn{load}"
 
     def _to_json(self, rows: Rows, summary: Mapping[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in asdict(self.options).items() if not isinstance(value, Path)}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from statistics import median, quantiles
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -55,28 +55,17 @@ class Timing:
         return {**rounded, "samples": self.samples, "calls": self.calls, "mode": self.mode}
 
 
-class _Timer(Protocol):
-    calls: int
-    mode: str
-
-    def sample(self) -> float: ...
-
-
 def time_together(
     methods: Mapping[str, Sequence[Call]], device: torch.device, mode: Mode = "auto", limits: Limits | None = None
 ) -> dict[str, Timing]:
-    """Time all `methods` in turn.
+    """Time all `methods` in turn; each has one or more calls that do the same work, also taken in turn.
 
-    Args:
-        methods: name -> calls that do the same work, taken in turn.
-        device: where they run.
-        mode: "auto" is "graph" on CUDA and "eager" elsewhere.
-        limits: when to stop.
+    Mode "auto" is "graph" on CUDA and "eager" elsewhere.
     """
     limits = limits or Limits()
     graph = device.type == "cuda" and mode != "eager"
     shortest = limits.shortest if device.type == "cpu" else LAUNCHES
-    timers: dict[str, _Timer] = {
+    timers: dict[str, Timer] = {
         name: GraphTimer(calls, device) if graph else WallTimer(calls, device, shortest)
         for name, calls in methods.items()
     }
@@ -85,7 +74,7 @@ def time_together(
     return {name: _summary(timers[name], values) for name, values in samples.items()}
 
 
-def _take_turns(timers: Mapping[str, _Timer], limits: Limits) -> dict[str, list[float]]:
+def _take_turns(timers: Mapping[str, Timer], limits: Limits) -> dict[str, list[float]]:
     share = limits.seconds / max(1, len(timers))
     samples: dict[str, list[float]] = {name: [] for name in timers}
     spent = dict.fromkeys(timers, 0.0)
@@ -147,6 +136,9 @@ class GraphTimer:
         return start.elapsed_time(end) / 1e3 / self.calls
 
 
+Timer = WallTimer | GraphTimer
+
+
 def warm_up(calls: Sequence[Call], device: torch.device) -> float:
     """Run first calls, which compile and allocate; returns the rough time of a call."""
     calls[0]()
@@ -165,26 +157,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-class Forecast:
-    """Predicts which calls would take too long, from the largest call of the same method timed so far."""
-
-    def __init__(self, slowest: float) -> None:
-        self.slowest = slowest
-        self._known: dict[str, tuple[float, float]] = {}
-
-    def too_slow(self, method: str, work: float) -> bool:
-        """Whether `work` of `method`, in any unit, is expected to take longer than `slowest` seconds."""
-        if method not in self._known:
-            return False
-        known, seconds = self._known[method]
-        return seconds * work / known > self.slowest
-
-    def learn(self, method: str, work: float, seconds: float) -> None:
-        """Remember how long `work` took."""
-        if work >= self._known.get(method, (0.0, 0.0))[0]:
-            self._known[method] = work, seconds
-
-
 def _wall(call: Call, device: torch.device) -> float:
     started = perf_counter()
     call()
@@ -192,7 +164,7 @@ def _wall(call: Call, device: torch.device) -> float:
     return perf_counter() - started
 
 
-def _summary(timer: _Timer, values: list[float]) -> Timing:
+def _summary(timer: Timer, values: list[float]) -> Timing:
     q1, _, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Timing(median(values), q1, q3, len(values), timer.calls, timer.mode)
 

@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     compiled: bool = False
 
 
-def run_train(options: TrainBench) -> None:
+def measure(options: TrainBench) -> None:
     """Run the benchmark and write its files. Weights are float32 on every device."""
     check_int("batch", options.batch, 0)
     run = Run.start("train", replace(options, dtype="float32"))
@@ -74,11 +74,7 @@ def recipe_for(run: Run, task: str, options: TrainBench) -> Recipe:
 
 def variants(cuda: bool, compiled: bool) -> dict[str, Variant]:
     """All ways to run a step on a device, by name."""
-    found = {
-        CROSS: Variant(False, "auto"),
-        PLAIN: Variant(True, "reference"),
-        SEARCH: Variant(True, "auto", LINES),
-    }
+    found = {CROSS: Variant(False, "auto"), PLAIN: Variant(True, "reference"), SEARCH: Variant(True, "auto", LINES)}
     if cuda:
         found[ALL] = Variant(True, "auto")
     if compiled:
@@ -150,30 +146,24 @@ def engine_overhead(run: Run, recipe: Recipe) -> Row:
 def train_table(run: Run, rows: Rows) -> Table:
     """Table of milliseconds and steps per second."""
     plain = _plain_times(rows)
-    lines = tuple(
-        (
-            row["task"],
-            row["batch"],
-            row["method"],
-            f"{row['us'] / 1e3:,.2f}",
-            f"{1e6 / row['us']:,.1f}",
-            times(plain[row["task"]] / row["us"]),
-        )
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        task, us = row["task"], row["us"]
+        speed = (f"{us / 1e3:,.2f}", f"{1e6 / us:,.1f}", times(plain[task] / us))
+        lines.append((task, row["batch"], row["method"], *speed))
     columns = ("task", "batch", "variant", "ms", "steps/s", "speed-up on plain torch")
     how = "one CUDA graph a step" if run.device.type == "cuda" else "eager"
-    return Table(f"Training step, {how}", columns, lines, (run.footer(),))
+    return Table(f"Training step, {how}", columns, tuple(lines), (run.footer(),))
 
 
 def draw_train(run: Run, rows: Rows, file: Path) -> Path:
     """Draw bars of milliseconds, one panel per task."""
     colours = {CROSS: figures.FULL, PLAIN: figures.REFERENCE}
-    groups: dict[str, dict[str, figures.Bar]] = {}
+    groups: dict[str, dict[str, tuple[float, str]]] = {}
     for row in rows:
         group = groups.setdefault(f"{row['task']}, batch {row['batch']}", {})
         colour = colours.get(row["method"].removesuffix(COMPILED), figures.TREE)
-        group[row["method"]] = figures.Bar(row["us"] / 1e3, colour)
+        group[row["method"]] = row["us"] / 1e3, colour
     where = run.machine["accelerator"] or run.machine["processor"]
     return figures.draw_bars(groups, file, f"One training step, {where}", "ms (shorter is better)")
 

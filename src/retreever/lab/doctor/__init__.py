@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 from retreever.lab.doctor.checks import Check, collect
 from retreever.lab.doctor.installed import facts
 
-__all__ = ["Check", "collect", "facts", "run_doctor", "to_json"]
+__all__ = ["Check", "collect", "facts", "run_doctor"]
 
 _STYLES = {"ok": "green", "wrong": "bold red", "not available": "dim"}
 
@@ -26,17 +23,8 @@ def run_doctor() -> int:
         checks = collect()
     console.print("checks", style="bold")
     for check in checks:
-        console.print(f"  {describe(check)}", style=_STYLES[check.status])
+        line = f"{check.name:<16} {check.device:<7} {check.status:<13} {check.milliseconds:7,.0f} ms  {check.detail}"
+        console.print(f"  {line}", style=_STYLES[check.status])
     wrong = [f"{check.name} on {check.device}" for check in checks if check.status == "wrong"]
     console.print(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong", style="bold")
     return 1 if wrong else 0
-
-
-def describe(check: Check) -> str:
-    """A check in one line."""
-    return f"{check.name:<16} {check.device:<7} {check.status:<13} {check.milliseconds:7,.0f} ms  {check.detail}"
-
-
-def to_json(checks: list[Check]) -> dict[str, Any]:
-    """Facts and checks, ready for a file."""
-    return {"facts": facts(), "checks": [asdict(check) for check in checks]}

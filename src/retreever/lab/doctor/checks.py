@@ -96,11 +96,8 @@ def search_errors(impl: Impl, device: str) -> list[Error] | str:
     if reason is not None:
         return reason
     errors = []
-    for title, plan, masked, noisy in (
-        ("argmax", TreePlan(50), False, False),
-        ("sampled", TreePlan(27, 3), True, True),
-    ):
-        found, exact = (searched(*kind, plan, masked, noisy) for kind in _pair(impl, device, dtype))
+    for title, plan, sampled in (("argmax", TreePlan(50), False), ("sampled", TreePlan(27, 3), True)):
+        found, exact = (searched(*kind, plan, sampled) for kind in _pair(impl, device, dtype))
         errors += compare(found, exact, LIMITS[dtype], f" ({title})")
     return errors + (flat_errors(device, dtype) if impl == "reference" else [])
 
@@ -109,14 +106,18 @@ def _pair(impl: Impl, device: str, dtype: torch.dtype) -> tuple[tuple[Impl, str,
     return (impl, device, dtype), ("reference", "cpu", torch.float64)
 
 
-def searched(impl: Impl, device: str, dtype: torch.dtype, plan: TreePlan, masked: bool, noisy: bool) -> Named:
-    """Results of a search without and with gradients, and the gradients of q, keys and values, by name."""
+def searched(impl: Impl, device: str, dtype: torch.dtype, plan: TreePlan, sampled: bool) -> Named:
+    """Results of a search without and with gradients, and the gradients of q, keys and values, by name.
+
+    `sampled` gives it noise, and a mask.
+    """
     generator = torch.Generator().manual_seed(3)
     sizes = ((2, 8, 4, 8), (2, plan.nodes, 4, 8), (2, plan.nodes, 4, 8))
     inputs = [2 * torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
-    noise = torch.rand(2, 8, plan.depth, generator=generator, dtype=torch.float64).to(device, dtype) if noisy else None
-    mask = torch.ones(2, plan.nodes, dtype=torch.bool, device=device) if masked else None
-    if mask is not None:
+    noise = mask = None
+    if sampled:
+        noise = torch.rand(2, 8, plan.depth, generator=generator, dtype=torch.float64).to(device, dtype)
+        mask = torch.ones(2, plan.nodes, dtype=torch.bool, device=device)
         mask[1, 1] = mask[0, -1] = False
     q, keys, values = tensors = [x.to(device, dtype).requires_grad_() for x in inputs]
     with torch.no_grad():
@@ -159,8 +160,7 @@ def attention_errors(device: str) -> list[Error] | str:
         return {name: value.detach().cpu().double() for name, value in named.items()}
 
     found, exact = (attended(*kind) for kind in _pair("triton", device, torch.float32))
-    limit = _product_limit(device)
-    return compare(found, exact, (limit, limit))
+    return compare(found, exact, _product_limits(device))
 
 
 def building_errors(device: str) -> list[Error] | str:
@@ -181,14 +181,14 @@ def building_errors(device: str) -> list[Error] | str:
         plain = module.double().build(context.double(), mask)
     names = ("mask", "nodes", "keys", "values")
     found, exact = ({name: getattr(tree, name).double() for name in names} for tree in (fused, plain))
-    limit = _product_limit(device)
-    return compare(found, exact, (limit, limit))
+    return compare(found, exact, _product_limits(device))
 
 
-def _product_limit(device: str) -> float:
-    """Largest error of matrix products; larger where the user allows tf32."""
+def _product_limits(device: str) -> tuple[float, float]:
+    """Largest errors of matrix products; larger where the user allows tf32."""
     exact = torch.get_float32_matmul_precision() == "highest" or device == "cpu"
-    return LIMITS[torch.float32][0] if exact else 1e-2
+    limit = LIMITS[torch.float32][0] if exact else 1e-2
+    return limit, limit
 
 
 def compare(found: Named, exact: Named, limits: tuple[float, float], where: str = "") -> list[Error]:
@@ -196,11 +196,8 @@ def compare(found: Named, exact: Named, limits: tuple[float, float], where: str 
 
     Paths come first, since other results follow from them.
     """
-    return [
-        Error(
-            name + where,
-            float((found[name] - exact[name]).abs().max() / exact[name].abs().max()),
-            limits["gradient" in name],
-        )
-        for name in sorted(exact, key=lambda name: not name.startswith("path"))
-    ]
+    errors = []
+    for name in sorted(exact, key=lambda name: not name.startswith("path")):
+        size = float((found[name] - exact[name]).abs().max() / exact[name].abs().max())
+        errors.append(Error(name + where, size, limits["gradient" in name]))
+    return errors

@@ -6,12 +6,11 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from retreever.lab.bench.machine import WAIT_ADVICE, machine
+from retreever.lab.bench.machine import WAIT_ADVICE, machine, version_of
 from retreever.lab.doctor.checks import device_names, one_line
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "matplotlib")
@@ -23,19 +22,11 @@ def facts() -> dict[str, dict[str, str]]:
     versions = {"retreever": here["retreever"], "python": f"{here['python']} on {platform.system()}"}
     cpu = f"{here['processor']}, cores: {here['cores']}, threads of torch: {here['threads']}"
     return {
-        "versions": versions | {package: version_of(package) for package in PACKAGES},
+        "versions": versions | {package: version_of(package) or "not installed" for package in PACKAGES},
         "devices": {"cpu": cpu} | {device: accelerator(device) for device in device_names()[1:]},
         "settings": settings(),
         "folders": dict(folders()),
     }
-
-
-def version_of(package: str) -> str:
-    """The version of a package, or "not installed"."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def accelerator(device: str) -> str:

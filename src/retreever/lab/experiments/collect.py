@@ -9,6 +9,7 @@ from typing import Any
 
 from retreever.arguments import check_choice
 from retreever.errors import ConfigError
+from retreever.files import read_bytes
 from retreever.lab.experiments.planned import PlannedRun
 from retreever.lab.experiments.results import Entry, check_entry, load_results, save_results
 from retreever.lab.recipes.tasks import TASKS
@@ -16,20 +17,17 @@ from retreever.train.run import RunFolder, read_json
 
 LEFT_OUT = ("format", "task", "seed", "evaluate_every", "save_every", "keep", "quick")  # of a run's settings
 GENERATED = ("copy", "gp")
+MAX_METRICS = 100_000_000  # bytes of metrics.jsonl
 MOST_POINTS = 60  # of a learning curve
 
 
 def collect(
     planned: Iterable[PlannedRun], runs: Path, folder: Path, data_note: Mapping[str, str], overwrite: bool = False
 ) -> list[str]:
-    """Collect the finished runs among `planned` into the results; returns their names.
+    """Collect those of the `planned` runs that are finished into the results in `folder`; returns their names.
 
-    Args:
-        planned: the runs that tables need.
-        runs: folder of run folders.
-        folder: of the recipe files; results go to `results` in it.
-        data_note: task -> description of its data files, which the run folder does not record.
-        overwrite: replace results of an earlier run of the same name with other scores.
+    `data_note` describes the data files of a task, which run folders do not record. `overwrite` replaces results of an
+    earlier run of the same name with other scores.
     """
     for task in data_note:
         check_choice("data_note", task, tuple(TASKS))
@@ -72,10 +70,11 @@ def learning_curve(file: Path) -> list[list[float]]:
     """Step, metric and seconds of at most 60 evaluations, evenly spread, including the last one."""
     if not file.exists():
         return []
+    data = read_bytes(file, MAX_METRICS, ConfigError)
     try:
-        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows: list[dict[str, Any]] = [json.loads(line) for line in data.decode("utf-8").splitlines()]
         points = [[row["step"], round(row["metric"], 4), round(row["seconds"], 1)] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(f"{file}: expected lines with step, metric and seconds, got {error!r}") from None
     every = -(-len(points) // MOST_POINTS) or 1
     return points[len(points) - 1 :: -every][::-1] if points else []

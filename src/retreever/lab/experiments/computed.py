@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from retreever.lab.experiments.planned import PlannedRun
 from retreever.models.random import RandomGuess
 from retreever.tasks.copy import VOCABULARY
-from retreever.tasks.gp import GPTask
 from retreever.train.run import RunFolder
 from retreever.train.score import evaluate
 from retreever.version import __version__
@@ -24,8 +22,15 @@ def compute(run: PlannedRun, out: Path, data: Path | None, overwrite: bool = Fal
     folder.start(run.config(), resume=not overwrite, overwrite=overwrite)
     if folder.result.exists():
         return
-    score, tokens = {"random-guess": (_random_guess, 0), "exact-posterior": (_exact_posterior, None)}[run.computed]
-    scores = {name: score(test, run.recipe.train.seed) for name, test in task.make_tests(data).items()}
+    tests = task.make_tests(data).items()
+    tokens = None
+    if run.computed == "random-guess":
+        seed = run.recipe.train.seed
+        guess = RandomGuess(dim_y=VOCABULARY, inputs="sequence", head="categorical", seed=seed)
+        scores = {name: evaluate(guess, test, test.test()) for name, test in tests}
+        tokens = 0
+    else:  # the exact posterior
+        scores = {name: float(test.oracle_scores().mean()) for name, test in tests}
     result = {
         "test": next(iter(scores.values())),
         "scores": scores,
@@ -38,13 +43,3 @@ def compute(run: PlannedRun, out: Path, data: Path | None, overwrite: bool = Fal
         "versions": {"retreever": __version__, "torch": torch.__version__},
     }
     folder.finish(result)
-
-
-def _random_guess(task: Any, seed: int) -> float:
-    model = RandomGuess(dim_y=VOCABULARY, inputs="sequence", head="categorical", seed=seed)
-    return evaluate(model, task, task.test())
-
-
-def _exact_posterior(task: Any, seed: int) -> float:
-    assert isinstance(task, GPTask)  # recipe files are checked for this
-    return task.oracle_score()

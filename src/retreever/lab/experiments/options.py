@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tyro.conf import Positional, Suppress
@@ -25,12 +25,9 @@ class Table:
 
     def run(self) -> None:
         """Print the table, or the list of tables."""
-        from retreever.lab.experiments.command import list_tables, print_table
+        from retreever.lab.experiments.command import print_table
 
-        if self.name:
-            print_table(self.name, self.json, self.experiments)
-        else:
-            list_tables(self.json, self.experiments)
+        print_table(self.name, self.json, self.experiments)
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,9 @@ class Figure:
 
     def run(self) -> None:
         """Draw the figure, or print the list of tables."""
-        from retreever.lab.experiments.command import draw, list_tables
+        from retreever.lab.experiments.command import draw
 
-        if self.name:
-            draw(self.name, self.out, self.experiments)
-        else:
-            list_tables(False, self.experiments)
+        draw(self.name, self.out, self.experiments)
 
 
 @dataclass(frozen=True)
@@ -82,17 +76,9 @@ class Experiment(Collecting, Where):
 
     def run(self) -> None:
         """Train, collect and print the table, or print the list of tables."""
-        from retreever.lab.experiments.command import list_tables, run_experiment
+        from retreever.lab.experiments.command import run_experiment
 
-        if self.name:
-            run_experiment(self)
-        else:
-            list_tables(False, self.experiments)
-
-    def where(self) -> Where:
-        """Options of the training: stopped runs are resumed and finished ones kept, unless `overwrite`."""
-        where = Where(**{f.name: getattr(self, f.name) for f in fields(Where)})
-        return replace(where, resume=not self.overwrite)
+        run_experiment(self)
 
 
 @dataclass(frozen=True)

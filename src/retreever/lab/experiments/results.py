@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,5 +53,5 @@ def check_entry(entry: object, where: str) -> None:
         raise ConfigError(f"{where}: expected {', '.join(NEEDED)}, got none of {', '.join(missing)}")
     scores = entry["scores"]
     numbers = scores.values() if isinstance(scores, dict) else ()
-    if not numbers or not all(type(value) in (int, float) and math.isfinite(value) for value in numbers):
+    if not numbers or not all(type(value) in (int, float) and abs(value) <= sys.float_info.max for value in numbers):
         raise ConfigError(f"{where}: expected scores, each a finite number, got {scores}")

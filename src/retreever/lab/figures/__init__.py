@@ -1,1 +1,4 @@
-"""Figures: predictions, searches of single queries, learning curves, scores against tokens."""
+"""Figures: predictions, searches of single queries, learning curves, scores against tokens.
+
+They need matplotlib (the extra `plot`), imported on first use.
+"""

@@ -1,7 +1,4 @@
-"""Figures of Human Activity: the observed channels of a window, and the true and predicted activity below.
-
-Needs matplotlib (the extra `plot`), imported on first use.
-"""
+"""Figures of Human Activity: the observed channels of a window, and the true and predicted activity below."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from retreever.arguments import check_int, reject
 from retreever.batch import Batch
 from retreever.data.activity_file import CHANNELS, TAGS
 from retreever.lab.figures.predictions import predict
-from retreever.lab.figures.style import PALETTE, STYLE, clean, new_figure, save
+from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_figure, save
 from retreever.train.protocols import Model
 
 if TYPE_CHECKING:
@@ -62,16 +59,8 @@ def channels_of(yc: Float[Tensor, "n 24"]) -> tuple[Float[Tensor, "n 12"], Bool[
     return yc[:, :CHANNELS], yc[:, CHANNELS:] > 0
 
 
-def draw_activity(model: Model, batch: Batch, file: str | Path, window: int = 0, title: str | None = None) -> Path:
-    """Draw one window of `batch`: its channels where observed, the true and the predicted activity, to a PNG.
-
-    Args:
-        model: predicts classes.
-        batch: windows as `ActivityTask` makes them.
-        file: replaced in one go; folders are made.
-        window: row of the batch.
-        title: in front of the accuracy.
-    """
+def draw_activity(model: Model, batch: Batch, file: str | Path, window: int = 0) -> Path:
+    """Draw the channels of row `window` of a batch of `ActivityTask`, true and predicted activities, to a PNG."""
     check_int("window", window, 0)
     if window >= len(batch.xc):
         reject("window", f"a row of the batch, below {len(batch.xc)}", window)
@@ -88,8 +77,7 @@ def draw_activity(model: Model, batch: Batch, file: str | Path, window: int = 0,
     _draw_channels(axes[:-1], example)
     _draw_strips(axes[-1], spans_of(example.xt[0, :, 0], true), spans_of(example.xt[0, :, 0], predicted))
     _legend(figure, sorted({*true, *predicted}))
-    score = f"accuracy {100 * right / len(true):.0f}% ({right} of {len(true)} moments)"
-    return save(figure, file, f"{title}, {score}" if title else score.capitalize())
+    return save(figure, file, f"Accuracy {100 * right / len(true):.0f}% ({right} of {len(true)} moments)")
 
 
 def _draw_channels(axes: Any, example: Batch) -> None:
@@ -133,5 +121,4 @@ def _legend(figure: Figure, shown: list[int]) -> None:
 
     handles: list[Any] = [Line2D([], [], label=name, **_look(name)) for name in COORDINATES]
     handles += [Patch(facecolor=_colour(activity), label=name_of(activity)) for activity in shown]
-    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9}
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(7, len(handles)), **look)
+    legend_below(figure, handles, columns=min(7, len(handles)))

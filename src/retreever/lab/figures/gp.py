@@ -1,13 +1,9 @@
-"""Figures of GP regression: predictions against the exact posterior, and the nodes one query read.
-
-Needs matplotlib (the extra `plot`), imported on first use.
-"""
+"""Figures of GP regression: predictions against the exact posterior, and the nodes one query read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -17,7 +13,7 @@ from retreever.arguments import check_int
 from retreever.batch import Batch
 from retreever.explanation import explain, level_of
 from retreever.lab.figures.predictions import evaluating, mean_and_std, predict
-from retreever.lab.figures.style import PALETTE, STYLE, clean, new_figure, save
+from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_figure, save
 from retreever.models.retreever import ReTreever
 from retreever.tasks.gp import GPTask, Hyperparameters
 from retreever.tasks.seeds import stream
@@ -32,8 +28,7 @@ _MODEL, _EXACT, _QUERY = PALETTE[0], PALETTE[1], PALETTE[3]
 _NODE = "#a9cde5"  # a paler _MODEL
 
 
-@dataclass(frozen=True)
-class NodeRead:
+class NodeRead(NamedTuple):
     """A node one query attended to: its level (1 below the root), and the context points it covers.
 
     `points` are indices into the context as it was given.
@@ -44,8 +39,7 @@ class NodeRead:
     points: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Function:
+class Function(NamedTuple):
     """A function drawn from the process, and its hyperparameters."""
 
     batch: Batch
@@ -83,44 +77,32 @@ def on_grid(batch: Batch, places: Float[Tensor, " g"]) -> Batch:
     return Batch(batch.xc, batch.yc, xt, torch.zeros_like(xt), batch.context_mask)
 
 
-def draw_gp(
-    model: Model, task: GPTask, file: str | Path, seed: int = 0, functions: int = 4, title: str | None = None
-) -> Path:
+def draw_gp(model: Model, task: GPTask, file: str | Path, seed: int = 0, functions: int = 4) -> Path:
     """Draw predictions (mean and two standard deviations) against the exact posterior, to the PNG `file`.
 
     For models that search a tree, the nodes that one query read are drawn below each panel: a line per node, from the
-    first to the last context point under it, one row per level of the tree.
-
-    Args:
-        model: predicts values with a mean and a standard deviation.
-        task: whose functions are drawn, from a stream never trained or tested on.
-        file: replaced in one go; folders are made.
-        seed: of the functions.
-        functions: how many, a panel each.
-        title: over the whole picture.
+    first to the last context point under it, one row per level of the tree. `seed` draws the functions, a panel each.
     """
     check_int("seed", seed, 0)
     check_int("functions", functions, 1)
     searches = isinstance(model, ReTreever) and model.config.retrieval == "policy"
     columns = min(2, functions)
     rows = -(-functions // columns)
-    figure = new_figure(5.6 * columns, (3.5 if searches else 2.7) * rows + 0.4 + 0.3 * bool(title))
+    figure = new_figure(5.6 * columns, (3.5 if searches else 2.7) * rows + 0.4)
     heights = [2.5, 1.0] * rows if searches else [1.0] * rows
     grid: Any = figure.subplots(len(heights), columns, squeeze=False, sharex=True, height_ratios=heights)
     for index, function in enumerate(validation_functions(task, seed, functions)):
         row, column = divmod(index, columns)
+        _draw_function(grid[2 * row if searches else row, column], model, task, function, mark=searches)
         if searches:
             assert isinstance(model, ReTreever)
-            _draw_function(grid[2 * row, column], model, task, function, mark=True)
             _draw_reading(grid[2 * row + 1, column], function, nodes_read(model, function.batch, 0, function.query))
-        else:
-            _draw_function(grid[row, column], model, task, function, mark=False)
     tops = list(grid[::2].flat)
     for axis in grid.flat:
         axis.set_visible(axis.has_data())
         axis.tick_params(labelbottom=not (searches and axis in tops))
     _legend(figure, searches)
-    return save(figure, file, title)
+    return save(figure, file)
 
 
 def _draw_function(axis: Axes, model: Model, task: GPTask, function: Function, mark: bool) -> None:
@@ -159,12 +141,8 @@ def _draw_reading(axis: Axes, function: Function, read: tuple[NodeRead, ...]) ->
     axis.set_yticks([-level for level in levels], [str(level) for level in levels], fontsize=8)
     axis.set_ylim(-max(levels) - 0.7, -0.3)
     axis.set_ylabel("tree level", fontsize=9, color=STYLE["ink"])
-    axis.set_title(
-        f"the query at x = {where:.2f} read {len(read)} nodes for {len(x)} points",
-        fontsize=9,
-        color=STYLE["ink"],
-        pad=3,
-    )
+    title = f"the query at x = {where:.2f} read {len(read)} nodes for {len(x)} points"
+    axis.set_title(title, fontsize=9, color=STYLE["ink"], pad=3)
 
 
 def _legend(figure: Figure, searches: bool) -> None:
@@ -183,6 +161,4 @@ def _legend(figure: Figure, searches: bool) -> None:
     if searches:
         handles.append(Line2D([], [], color=_QUERY, lw=1.2, label="query shown below"))
         handles.append(Line2D([], [], color=_NODE, lw=6, label="node read, with the points under it"))
-    wide = figure.get_figwidth() > 8
-    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9}
-    figure.legend(handles=handles, loc="outside lower center", ncols=4 if wide else 2, **look)
+    legend_below(figure, handles, columns=4 if figure.get_figwidth() > 8 else 2)

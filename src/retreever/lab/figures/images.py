@@ -1,7 +1,4 @@
-"""Figures of image completion: the pixels given, predicted mean and standard deviation, and the truth.
-
-Needs matplotlib (the extra `plot`), imported on first use.
-"""
+"""Figures of image completion: the pixels given, predicted mean and standard deviation, and the truth."""
 
 from __future__ import annotations
 
@@ -47,7 +44,9 @@ class Completion:
 
 def complete_all(model: Model, images: UInt8[Tensor, "b h w c"], context: int, seed: int = 0) -> Completion:
     """Predict every pixel from `context` of them, drawn for every image; a larger context holds the smaller ones."""
-    _check_images(images)
+    check_tensor("images", images, "b h w c")
+    if images.dtype != torch.uint8 or images.shape[-1] not in (1, 3) or len(images) == 0:
+        reject("images", "bytes (b, h, w, c) of 1 or 3 channels", f"{images.dtype} {tuple(images.shape)}")
     b, h, w, c = images.shape
     check_int("context", context, 1)
     if context > h * w:
@@ -74,24 +73,16 @@ def draw_completions(
     file: str | Path,
     context: Sequence[int] = (50, 100, 150),
     seed: int = 0,
-    title: str | None = None,
 ) -> Path:
-    """Draw a row per image: context, mean and standard deviation for every size of context, then the truth.
+    """Draw a row per image to the PNG `file`: context, mean and standard deviation for every `context`, then the truth.
 
-    Args:
-        model: predicts values with a mean and a standard deviation.
-        images: bytes, of one or three channels; should not be images the model was trained on.
-        file: a PNG, replaced in one go; folders are made.
-        context: numbers of pixels given.
-        seed: of the pixels.
-        title: over the whole picture.
+    `context` are numbers of pixels given, which `seed` draws. The images should not be ones the model was trained on.
     """
-    _check_images(images)
     if not context:
         reject("context", "at least one number of pixels", "none")
     done = [complete_all(model, images, size, seed) for size in context]
     columns, aspect = 3 * len(context) + 1, images.shape[1] / images.shape[2]
-    figure = new_figure(_CELL * columns + 0.9, _CELL * aspect * len(images) + 0.9 + 0.35 * bool(title))
+    figure = new_figure(_CELL * columns + 0.9, _CELL * aspect * len(images) + 0.9)
     room = 0.3 / figure.get_figheight()  # for captions below the pictures
     figure.set_layout_engine("constrained", w_pad=0.02, h_pad=0.02, wspace=0, hspace=0, rect=(0, room, 1, 1 - room))
     panels: Any = figure.subplots(len(images), columns, squeeze=False)
@@ -108,7 +99,7 @@ def draw_completions(
     for axis in panels.flat:
         axis.axis("off")
     _colour_bar(figure, panels, spread)
-    return save(figure, file, title)
+    return save(figure, file)
 
 
 def _draw_columns(panels: Any, completion: Completion, most: float) -> AxesImage:
@@ -128,9 +119,3 @@ def _colour_bar(figure: Figure, panels: Any, spread: AxesImage) -> None:
     bar.ax.tick_params(labelsize=7, length=0, colors=STYLE["ink"])
     bar.ax.locator_params(axis="y", nbins=5)
     bar.outline.set_visible(False)
-
-
-def _check_images(images: Tensor) -> None:
-    check_tensor("images", images, "b h w c")
-    if images.dtype != torch.uint8 or images.shape[-1] not in (1, 3) or len(images) == 0:
-        reject("images", "bytes (b, h, w, c) of 1 or 3 channels", f"{images.dtype} {tuple(images.shape)}")

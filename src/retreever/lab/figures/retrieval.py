@@ -1,7 +1,4 @@
-"""Figures of the search of one query, as in the paper's appendix, and of training curves.
-
-Needs matplotlib (the extra `plot`), imported on first use.
-"""
+"""Figures of the search of one query, as in the paper's appendix, and of training curves."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from retreever.arguments import reject
 from retreever.explanation import Explanation, State, Step, children_of, level_of
-from retreever.lab.figures.style import DASHES, PALETTE, STYLE, clean, new_figure, save
+from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,11 +41,7 @@ def draw_retrieval(
 ) -> Path:
     """Draw the search to the PNG `file`: one panel for the start of each step, and one for the end.
 
-    Args:
-        explanation: made by `explain`.
-        file: replaced in one go; folders are made.
-        truth: leaf slot of the token that holds the answer, marked by a star.
-        title: over the whole picture.
+    `truth` is the leaf slot of the token that holds the answer, marked by a star.
     """
     leaves = explanation.plan.leaves
     if truth is not None and not 0 <= truth < leaves:
@@ -68,34 +61,25 @@ def draw_retrieval(
     return save(figure, file, title)
 
 
-def draw_curves(
-    histories: Histories,
-    file: str | Path,
-    metric: str = "accuracy",
-    title: str | None = None,
-    percent: bool = False,
-) -> Path:
+def draw_curves(histories: Histories, file: str | Path, metric: str = "accuracy", title: str | None = None) -> Path:
     """Draw `metric` against steps and against seconds, one line per run, to the PNG `file`.
 
-    Args:
-        histories: name of a run -> its records, each with "step", "seconds" and, now and then, `metric`.
-        file: replaced in one go; folders are made.
-        metric: key of the records to draw, "loss" or any other.
-        title: over both panels.
-        percent: show fractions of one as percentages.
+    Every record has "step" and "seconds", some of them `metric`.
     """
-    lines = _with_metric(histories, metric)
+    lines = {name: [record for record in records if metric in record] for name, records in histories.items()}
+    empty = [name for name, records in lines.items() if not records]
+    if empty or not lines:
+        reject("histories", f"records with {metric!r} for every run", f"none for {', '.join(empty) or 'any run'}")
     figure = new_figure(10, 4 + 0.3 * bool(title))
     left, right = figure.subplots(1, 2, sharey=True)
     for axis, key in ((left, "step"), (right, "seconds")):
-        _draw_lines(axis, lines, key, metric)
+        for index, (name, records) in enumerate(lines.items()):
+            mark = "o" if len(records) <= 25 else ""
+            across, up = [r[key] for r in records], [r[metric] for r in records]
+            axis.plot(across, up, marker=mark, ms=3.5, color=PALETTE[index % len(PALETTE)], lw=1.8, label=name)
         clean(axis, key)
-    if percent:
-        left.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     left.set_ylabel(metric, color=STYLE["ink"])
-    handles = left.get_lines()
-    look: dict[str, Any] = {"ncols": min(4, len(handles)), "frameon": False, "labelcolor": STYLE["ink"]}
-    figure.legend(handles=handles, loc="outside lower center", **look)
+    legend_below(figure, left.get_lines(), columns=min(4, len(lines)), size=10)
     return save(figure, file, title)
 
 
@@ -225,26 +209,9 @@ def _tree_legend(figure: Figure, free: Axes | None, explanation: Explanation, tr
         handles.append(entry("holds the answer", marker="*", ms=12, mfc=_STAR, mec="white"))
     if not all(explanation.real):
         handles.append(entry("padding", marker="o", ms=5, mfc="white", mec=STYLE["faint"], mew=1))
-    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "labelspacing": 0.7}
     if free is not None:
+        look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "labelspacing": 0.7}
         free.legend(handles=handles, loc="center", fontsize=10.5, **look)
         return
-    look["fontsize"] = 9
     rows = -(-len(handles) // max(3, int(figure.get_figwidth() / 1.55)))
-    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // rows), **look)
-
-
-def _with_metric(histories: Histories, metric: str) -> Histories:
-    lines = {name: [record for record in records if metric in record] for name, records in histories.items()}
-    empty = [name for name, records in lines.items() if not records]
-    if empty or not lines:
-        reject("histories", f"records with {metric!r} for every run", f"none for {', '.join(empty) or 'any run'}")
-    return lines
-
-
-def _draw_lines(axis: Axes, lines: Histories, key: str, metric: str) -> None:
-    for index, (name, records) in enumerate(lines.items()):
-        colour, dash = PALETTE[index % len(PALETTE)], DASHES[index // len(PALETTE) % len(DASHES)]
-        mark = "o" if len(records) <= 25 else ""
-        across, up = [r[key] for r in records], [r[metric] for r in records]
-        axis.plot(across, up, dash, marker=mark, ms=3.5, color=colour, lw=1.8, label=name)
+    legend_below(figure, handles, columns=-(-len(handles) // rows))

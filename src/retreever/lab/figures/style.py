@@ -1,6 +1,6 @@
 """Style of all figures, and how they are saved.
 
-Needs matplotlib (the extra `plot`), imported on first use. No pyplot: nothing global, safe in threads and headless.
+No pyplot: nothing global, safe in threads and headless.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from retreever.errors import BackendError
 from retreever.files import write_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 STYLE = {"font": "sans-serif", "ink": "#333333", "faint": "#d4d4d4", "grid": "#ebebeb"}
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#555555")  # safe for colour-blind eyes
-DASHES = ("-", "--", ":")  # taken in turn once the palette is used up
 DPI = 150
 
 
@@ -55,12 +54,14 @@ def room_between(low: float, high: float) -> tuple[float, float]:
     return low - missing / 2, high + missing / 2
 
 
-def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """Draw a legend below all panels, in as many lines as its longest label requires."""
-    inches = 0.6 + 0.075 * max(len(str(handle.get_label())) for handle in handles)  # a letter takes 0.07 or so
-    lines = -(-len(handles) // max(1, int(figure.get_figwidth() / inches)))
-    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": 9}
-    figure.legend(handles=handles, loc="outside lower center", ncols=-(-len(handles) // lines), **look)
+def legend_below(figure: Figure, handles: Sequence[Artist], columns: int = 0, size: float = 9) -> None:
+    """Draw a legend below all panels; without `columns`, in as many lines as its longest label requires."""
+    if not columns:
+        inches = 0.6 + 0.075 * max(len(str(handle.get_label())) for handle in handles)  # a letter takes 0.07 or so
+        lines = -(-len(handles) // max(1, int(figure.get_figwidth() / inches)))
+        columns = -(-len(handles) // lines)
+    look: dict[str, Any] = {"frameon": False, "labelcolor": STYLE["ink"], "fontsize": size}
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, **look)
 
 
 def clean(axis: Axes, label: str) -> None:

@@ -9,21 +9,13 @@ from retreever.data.catalogue import DATASETS
 
 @dataclass(frozen=True)
 class About:
-    """Texts on one task.
-
-    Attributes:
-        title: in words.
-        use: what goes in and what comes out.
-        limits: what the weights are not for.
-        terms: of the data.
-        data: what the data are; empty where the exporter has to describe the files.
-    """
+    """Texts on one task."""
 
     title: str
-    use: str
-    limits: str
-    terms: str
-    data: str = ""
+    use: str  # what goes in and what comes out
+    limits: str  # what the weights are not for
+    terms: str  # of the data
+    data: str = ""  # what the data are; empty where the exporter has to describe the files
 
 
 GENERATED = "none: no data files were used"
@@ -63,6 +55,4 @@ ABOUT = {
         DATASETS["person_activity"].terms,
     ),
 }
-NEVER = {
-    "celeba": f"CelebA is for {DATASETS['celeba'].terms}, so nothing trained on it is given on",
-}
+NEVER = {"celeba": f"CelebA is for {DATASETS['celeba'].terms}, so nothing trained on it is given on"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,7 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 def export_run(run: Path, name: str, out: Path, data_note: str = "", overwrite: bool = False) -> Path:
     """Write `out`/`name`.safetensors and `out`/`name`.json, the card, from a finished run's best weights.
 
-    Args:
-        run: its folder.
-        name: of the weights.
-        out: folder for both files.
-        data_note: what the data files were; generated data need no note.
-        overwrite: replace weights of that name.
-
-    Returns:
-        The card's file.
+    `data_note` says what the data files were; generated data need no note. Returns the card's file.
     """
     if not _NAME.fullmatch(name):
         reject("name", "lower-case letters, digits and single hyphens", repr(name))
@@ -83,8 +75,10 @@ def _result_entries(file: Path) -> dict[str, Any]:
     for key in kept:
         if key not in result:
             raise ConfigError(f"{file}: {key}: expected an entry, got none")
+    if not isinstance(result["scores"], dict):
+        raise ConfigError(f"{file}: scores: expected an object, got {type(result['scores']).__name__}")
     for key, value in result["scores"].items():
-        if not math.isfinite(value):
+        if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
             raise ConfigError(f"{file}: scores.{key}: expected a finite number, got {value}")
     return {key: result[key] for key in kept}
 

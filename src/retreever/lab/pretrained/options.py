@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json as json_text
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional
 from tyro.conf import subcommand as named
 
 from retreever.arguments import reject
-from retreever.lab.recipes.options import EvaluateRun
 
 
 @dataclass(frozen=True)
-class Evaluate(EvaluateRun):
+class Evaluate:
     """Score a trained run on its test set, pretrained weights (`retreever eval --pretrained gp`), or the exact
     posterior (`retreever eval gp --model oracle`)."""
 
+    what: Positional[Path | None] = None
+    """Folder of a run, or gp."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights: those that did best on validation, or the newest."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+    device: str = "auto"
+    """cpu, cuda, or auto."""
+    model: Literal["trained", "oracle"] = "trained"
+    """oracle is the exact posterior of a Gaussian process that knows its hyperparameters."""
+    kernel: Literal["rbf", "matern", "periodic"] = "rbf"
+    """Kernel of the oracle."""
     pretrained: str = ""
     """Name of pretrained weights to score and compare with their card; `retreever pretrained list` shows the names."""
     weights: Path | None = None
@@ -27,15 +37,23 @@ class Evaluate(EvaluateRun):
 
     def run(self) -> int:
         """Print the scores; returns 1 when those of a card were not reproduced, else 0."""
-        if not self.pretrained:
-            if self.weights is not None:
-                reject("weights", "--pretrained NAME with it", "none")
-            return super().run()
-        from retreever.lab.pretrained.evaluate import evaluate_pretrained
+        from retreever.lab.recipes.command import evaluate_oracle, evaluate_pretrained, evaluate_run
 
-        if self.what is not None or self.model == "oracle":
-            reject("pretrained", "either a run, an oracle or pretrained weights", f"{self.pretrained!r} and more")
-        return evaluate_pretrained(self.pretrained, self.weights, self.data, self.device)
+        if self.pretrained:
+            if self.what is not None or self.model == "oracle":
+                reject("pretrained", "either a run, an oracle or pretrained weights", f"{self.pretrained!r} and more")
+            return evaluate_pretrained(self.pretrained, self.weights, self.data, self.device)
+        if self.weights is not None:
+            reject("weights", "--pretrained NAME with it", "none")
+        if self.what is None:
+            reject("what", "the folder of a run, or --pretrained NAME", "none")
+        if self.model == "trained":
+            evaluate_run(self.what, self.checkpoint, self.data, self.device)
+        elif str(self.what) == "gp":
+            evaluate_oracle(self.kernel)
+        else:
+            reject("what", "gp, the task whose exact posterior is known", repr(str(self.what)))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -56,12 +74,8 @@ class PretrainedList:
             print(json_text.dumps([asdict(card) for card in cards], indent=1))
         elif not cards:
             print(f"no weights in {self.weights or 'the package'}")
-        elif sys.stdout.isatty():
-            from rich.console import Console
-
-            Console().print(cards_table(cards).to_rich())
         else:
-            print(cards_table(cards).to_markdown(), end="")
+            cards_table(cards).show()
 
 
 @dataclass(frozen=True)

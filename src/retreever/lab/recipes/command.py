@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from retreever.arguments import check_int, reject
-from retreever.batch import Batch
 from retreever.checks import find_device
 from retreever.errors import CheckpointError, ConfigError, one_line
 from retreever.lab.recipes.figures import draw_run
@@ -21,13 +20,17 @@ from retreever.lab.recipes.options import Where
 from retreever.lab.recipes.recipe import Recipe, recipe_from_json
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
+from retreever.pretrained.card import read_card
+from retreever.pretrained.load import load_weights
+from retreever.tasks.activity import ActivityTask
+from retreever.tasks.copy import CopyTask
 from retreever.tasks.gp import GPTask, Kernel
+from retreever.tasks.images import ImageTask
 from retreever.tasks.seeds import derive_seed
 from retreever.train.checkpoint import describe_checkpoint, latest_checkpoint, load_checkpoint
 from retreever.train.distributed import Ranks, ranks_of_job
 from retreever.train.engine import Trainer
 from retreever.train.log import Board, counted, open_tensorboard, summary_writer
-from retreever.train.protocols import Task
 from retreever.train.run import RunFolder, read_json
 from retreever.train.score import evaluate
 from retreever.train.state import check_buildable, restore_model
@@ -37,20 +40,8 @@ from retreever.version import __version__
 QUICK_BATCHES = 25  # batches of a test set that a quick run is scored on
 
 
-class TestableTask(Task, Protocol):
-    """A task with a fixed test set."""
-
-    def test(self) -> Iterator[Batch]:
-        """Fixed batches, for the final score alone."""
-        ...
-
-    @property
-    def test_batches(self) -> int:
-        """Number of batches of `test`."""
-        ...
-
-
-Tests = dict[str, TestableTask]
+Testable = CopyTask | GPTask | ImageTask | ActivityTask
+Tests = dict[str, Testable]
 
 
 class Plan(NamedTuple):
@@ -58,7 +49,7 @@ class Plan(NamedTuple):
 
     recipe: Recipe
     folder: RunFolder
-    task: TestableTask
+    task: Testable
 
 
 def train(recipes: Sequence[Recipe], where: Where) -> None:
@@ -70,7 +61,7 @@ def train(recipes: Sequence[Recipe], where: Where) -> None:
         summary_writer()
     _set_up_device(recipes)
     with ranks_of_job(str(find_device(where.device))) as (ranks, device):
-        tasks: dict[TestableTask, TestableTask] = {}
+        tasks: dict[Testable, Testable] = {}
         plans = [_plan(recipe, where, ranks, tasks) for recipe in recipes]
         for plan in plans:
             if ranks.first:
@@ -99,7 +90,7 @@ def _set_up_device(recipes: Sequence[Recipe]) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _plan(recipe: Recipe, where: Where, ranks: Ranks, tasks: dict[TestableTask, TestableTask]) -> Plan:
+def _plan(recipe: Recipe, where: Where, ranks: Ranks, tasks: dict[Testable, Testable]) -> Plan:
     """The plan of a run; raises an error for impossible settings and unreadable data, before any file is written."""
     ranks.check(recipe.train.batch)
     recipe.make_model()
@@ -177,7 +168,7 @@ def test_scores(model: Model, tests: Tests, device: str, batches: int | None = N
     `batches` limits every test to its first batches.
     """
 
-    def score(name: str, task: TestableTask) -> float:
+    def score(name: str, task: Testable) -> float:
         total = task.test_batches if batches is None else min(batches, task.test_batches)
         return evaluate(model, task, counted(islice(task.test(), batches), name, total), device)
 
@@ -214,11 +205,8 @@ def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
     found = folder.checkpoints / "best" if checkpoint == "best" else latest_checkpoint(folder.checkpoints)
     if found is None:
         raise CheckpointError(f"{folder.checkpoints}: expected a checkpoint, got none")
-    described = {
-        name.removeprefix("model."): text
-        for name, text in describe_checkpoint(found).items()
-        if name.startswith("model.")
-    }
+    saved = describe_checkpoint(found).items()
+    described = {name.removeprefix("model."): text for name, text in saved if name.startswith("model.")}
     check_buildable(recipe.make_model, recipe.model.layers, described, found)
     tensors, state = load_checkpoint(found)
     model = recipe.make_model()
@@ -234,6 +222,22 @@ def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str) -> 
     recipe, model, steps = load_run(run, checkpoint)
     scores = scores_of(recipe, model, data, device)
     print(f"{run}: test {recipe.task.metric} after {steps} steps: {_scores_text(scores, 4)}")
+
+
+def evaluate_pretrained(name: str, folder: Path | None, data: Path | None, device: str) -> int:
+    """Print every score and the card's; returns 1 when a score was not reproduced, else 0."""
+    card = read_card(name, folder)
+    scores = scores_of(recipe_from_json(card.settings), load_weights(card, folder), data, device)
+    for key, expected in card.scores.items():
+        if key in scores:
+            line = f"{key}: {card.metric} {scores[key]:.4f}, card {expected:.4f}, {scores[key] - expected:+.1e}"
+            print(one_line(f"{name}: {line}"))
+    if wrong := card.differs(scores):
+        names = ", ".join(wrong)
+        print(one_line(f"{name}: NOT reproduced to {card.tolerance:g}: {names}; the card's data: {card.data}"))
+        return 1
+    print(f"{name}: reproduced to {card.tolerance:g}")
+    return 0
 
 
 def evaluate_oracle(kernel: Kernel) -> None:

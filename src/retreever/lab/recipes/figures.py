@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-
+from retreever.batch import Batch
 from retreever.errors import BackendError
-from retreever.explanation import explain
+from retreever.explanation import Explanation, explain
 from retreever.lab.figures.activity import draw_activity
 from retreever.lab.figures.gp import draw_gp
 from retreever.lab.figures.images import draw_completions
+from retreever.lab.figures.predictions import evaluating
 from retreever.lab.figures.retrieval import draw_curves, draw_retrieval
 from retreever.lab.recipes.recipe import Recipe
 from retreever.models.base import Model
@@ -28,13 +28,10 @@ LARGEST_TREE = 64  # leaves of a tree that is drawn
 
 def draw_run(folder: Path, recipe: Recipe, model: Model, task: object, history: list[Record]) -> None:
     """Draw learning curves and predictions on validation data; without matplotlib, print why not."""
+    metric = recipe.task.metric
+    curves = {recipe.name: as_rows(history, metric)}
     try:
-        draw_curves(
-            {recipe.name: as_rows(history, recipe.task.metric)},
-            folder / "curves.png",
-            metric=recipe.task.metric,
-            title=f"{recipe.name}: validation {recipe.task.metric}",
-        )
+        draw_curves(curves, folder / "curves.png", metric, title=f"{recipe.name}: validation {metric}")
         _draw_predictions(folder, model, task)
     except BackendError as error:
         print(f"no figures: {error}", file=sys.stderr)
@@ -51,15 +48,17 @@ def _draw_predictions(folder: Path, model: Model, task: object) -> None:
         changes = (batch.yt.diff(dim=1) != 0).sum(dim=1)
         draw_activity(model, batch, file, window=int(changes.argmax()))  # the window with most changes
     elif isinstance(task, CopyTask) and isinstance(model, ReTreever) and task.context <= LARGEST_TREE:
-        _draw_search(folder / "retrieval.png", model, task)
+        draw_search(folder / "retrieval.png", model, next(task.validation(sequences=1)))
 
 
-def _draw_search(file: Path, model: ReTreever, task: CopyTask) -> None:
-    """Draw the search of one query of a validation sequence for the token it has to repeat."""
-    batch = next(task.validation(sequences=1)).to(next(model.parameters()).device)
-    model.eval()
-    with torch.inference_mode():
+def draw_search(file: Path, model: ReTreever, batch: Batch, title: str = "") -> Explanation:
+    """Draw and return the search of one query of a sequence of the copy task for the token it has to repeat."""
+    with evaluating(model) as device:
+        batch = batch.to(device)
         found = model.search(model.encode(batch.xc, batch.yc), batch.xt)
-    query = task.context // 3
-    answer = task.context - 1 - query  # target j is at context position n/2 - 1 - j
-    draw_retrieval(explain(found, query=query), file, truth=answer, title=f"query {query} looks for token {answer}")
+    context = batch.xc.shape[1]
+    query = context // 3
+    answer = context - 1 - query  # target j is at context position n/2 - 1 - j
+    search = explain(found, query=query)
+    draw_retrieval(search, file, truth=answer, title=f"{title}query {query} looks for token {answer}")
+    return search

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from retreever.arguments import reject
-
 if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
@@ -61,14 +59,9 @@ class SearchSettings:
 def make_model(
     model: ModelSettings, search: SearchSettings, task_fields: dict[str, Any], context: int, published: bool
 ) -> Model:
-    """A freshly initialised model.
+    """A freshly initialised model for a task with contexts of at most `context`; `task_fields` follow from the task.
 
-    Args:
-        model: kind and sizes of the model.
-        search: settings of the tree and its search.
-        task_fields: settings of the model that follow from the task.
-        context: largest context of the task.
-        published: with the choices of the paper's code; gate and detours stay as in `search`.
+    `published` takes the choices of the paper's code; gate and detours stay as in `search`.
     """
     from retreever.models.config import ModelConfig
     from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
@@ -109,9 +102,3 @@ def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Orde
         *(f"{name}{value:g}" for name, value in weights if value != 1),
     )
     return "-".join(mark for mark in marks if mark)
-
-
-def check_model(model: ModelSettings, task: str, models: tuple[str, ...]) -> None:
-    """Raise `InputError` unless `model` is one of the task's models."""
-    if model.model not in models:
-        reject("model", f"a model of the {task} task, one of {', '.join(models)}", repr(model.model))

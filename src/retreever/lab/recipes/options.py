@@ -1,4 +1,4 @@
-"""Command line arguments of `retreever train` and `retreever eval`. Does not import torch."""
+"""Command line arguments of `retreever train`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, make_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any
 
-from tyro.conf import Positional
 from tyro.conf import subcommand as named
 
 from retreever.arguments import check_int, reject
@@ -95,37 +94,3 @@ def asked_preset(words: Sequence[str]) -> Preset:
     values = [after for word, after in pairwise([*words, ""]) if word == "--preset"]
     values += [word.partition("=")[2] for word in words if word.startswith("--preset=")]
     return next((preset for preset in PRESETS if preset in values), "default")
-
-
-@dataclass(frozen=True)
-class EvaluateRun:
-    """Score a trained run on its test set, or the exact posterior: `retreever eval gp --model oracle`."""
-
-    what: Positional[Path | None] = None
-    """Folder of a run, or gp."""
-    checkpoint: Literal["best", "last"] = "best"
-    """Which weights: those that did best on validation, or the newest."""
-    data: Path | None = None
-    """Folder that holds the datasets."""
-    device: str = "auto"
-    """cpu, cuda, or auto."""
-    model: Literal["trained", "oracle"] = "trained"
-    """oracle is the exact posterior of a Gaussian process that knows its hyperparameters."""
-    kernel: Literal["rbf", "matern", "periodic"] = "rbf"
-    """Kernel of the oracle."""
-
-    oracles: ClassVar[tuple[str, ...]] = ("gp",)
-
-    def run(self) -> int:
-        """Print the scores; returns 0."""
-        from retreever.lab.recipes.command import evaluate_oracle, evaluate_run
-
-        if self.what is None:
-            reject("what", "the folder of a run, or --pretrained NAME", "none")
-        if self.model == "oracle":
-            if str(self.what) not in self.oracles:
-                reject("what", "gp, the task whose exact posterior is known", repr(str(self.what)))
-            evaluate_oracle(self.kernel)
-        else:
-            evaluate_run(self.what, self.checkpoint, self.data, self.device)
-        return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from retreever.arguments import check_bool, check_choice, reject
 from retreever.errors import ConfigError
 from retreever.lab.recipes.defaults import DEFAULTS, defaults
-from retreever.lab.recipes.models import ModelSettings, SearchSettings, check_model, make_model, model_mark
+from retreever.lab.recipes.models import ModelSettings, SearchSettings, make_model, model_mark
 from retreever.lab.recipes.tasks import TASKS, TaskSettings
 from retreever.train.config import TrainConfig
 
@@ -35,7 +35,9 @@ class Recipe:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        check_model(self.model, self.task.name, self.task.models)
+        model, models = self.model.model, self.task.models
+        if model not in models:
+            reject("model", f"a model of the {self.task.name} task, one of {', '.join(models)}", repr(model))
         check_choice("preset", self.preset, PRESETS)
         check_bool("quick", self.quick)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from retreever.arguments import check_int
+from retreever.data.catalogue import find_data
+
 POINT_MODELS = ("retreever", "transformer-ca", "perceiver-io")
 Sizes = Literal["each", "batch"]
 
@@ -18,6 +21,7 @@ class TaskSettings(ABC):
     name: ClassVar[str]
     metric: ClassVar[str] = "log-likelihood"
     models: ClassVar[tuple[str, ...]] = POINT_MODELS
+    marks: ClassVar[tuple[str, ...]] = ()  # settings that identify a variant of the task
     model_fields: ClassVar[dict[str, Any]]  # settings of models that follow from the task
 
     @property
@@ -28,7 +32,7 @@ class TaskSettings(ABC):
     @property
     def mark(self) -> str:
         """The part of a run's name that identifies a variant of the task."""
-        return ""
+        return "-".join(str(getattr(self, name)) for name in self.marks)
 
     @abstractmethod
     def make(self, data: Path | None, preset: str = "default") -> Any:
@@ -47,14 +51,13 @@ class CopySettings(TaskSettings):
     """Length of the sequences, a power of two; half of it is context."""
 
     name: ClassVar[str] = "copy"
+    marks: ClassVar[tuple[str, ...]] = ("n",)
     metric: ClassVar[str] = "accuracy in %"
     models: ClassVar[tuple[str, ...]] = ("tca", "ca", "perceiver-io")
     model_fields: ClassVar[dict[str, Any]] = {"dim_y": 12, "inputs": "sequence", "head": "categorical"}
 
-    @property
-    def mark(self) -> str:
-        """The length."""
-        return str(self.n)
+    def __post_init__(self) -> None:
+        check_int("n", self.n, 1)
 
     @property
     def context(self) -> int:
@@ -85,7 +88,7 @@ class GPSettings(TaskSettings):
 
     @property
     def mark(self) -> str:
-        """The kernel."""
+        """The kernel, and whether its ranges are those printed in the paper."""
         return self.kernel + ("-printed" if self.ranges == "paper" else "")
 
     def make(self, data: Path | None, preset: str = "default") -> Any:
@@ -116,14 +119,12 @@ class EmnistSettings(TaskSettings):
 
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Digits."""
-        from retreever.data.catalogue import find_data
         from retreever.tasks.images import EmnistTask
 
         return EmnistTask(find_data("emnist", data), sizes=self.sizes)
 
     def make_tests(self, data: Path | None) -> dict[str, Any]:
         """Digits, and classes never seen."""
-        from retreever.data.catalogue import find_data
         from retreever.tasks.images import EmnistTask
 
         path = find_data("emnist", data)
@@ -140,17 +141,12 @@ class CelebASettings(TaskSettings):
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "celeba"
+    marks: ClassVar[tuple[str, ...]] = ("size",)
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 3, "head": "gaussian"}
     context: ClassVar[int] = 197
 
-    @property
-    def mark(self) -> str:
-        """The size."""
-        return str(self.size)
-
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Faces; the paper's code trains on the validation images, too."""
-        from retreever.data.catalogue import find_data
         from retreever.tasks.celeba import CelebATask, TrainOn
 
         train_on: TrainOn = "train+validation" if preset == "paper" else "train"
@@ -165,18 +161,13 @@ class ActivitySettings(TaskSettings):
     """The paper's split, which leaks, or one that shares no recording."""
 
     name: ClassVar[str] = "activity"
+    marks: ClassVar[tuple[str, ...]] = ("split",)
     metric: ClassVar[str] = "accuracy in %"
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 1, "dim_y": 24, "outputs": 11, "head": "categorical"}
     context: ClassVar[int] = 50
 
-    @property
-    def mark(self) -> str:
-        """The split."""
-        return self.split
-
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Windows of the official file."""
-        from retreever.data.catalogue import find_data
         from retreever.tasks.activity import ActivityTask
 
         return ActivityTask(find_data("person_activity", data), self.split)

@@ -1,7 +1,4 @@
-"""Figure of scores against tokens read, for every system, the paper's value beside ours.
-
-Needs matplotlib (the extra `plot`), imported on first use.
-"""
+"""Figures of a table: scores against tokens read, the paper's value beside ours, and learning curves."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Curve = Sequence[tuple[float, float]]  # step, value
+Panels = Mapping[str, Mapping[str, Sequence[Curve]]]  # setting -> system -> one curve per seed
 Row = Mapping[str, Any]  # system, setting, tokens, paper, paper_std, mean, std
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 KEYS = {False: ("paper", "paper_std"), True: ("mean", "std")}  # whether ours -> keys of a row
@@ -35,21 +34,11 @@ def panels_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def draw_scores_against_tokens(
-    rows: Sequence[Row],
-    file: str | Path,
-    score: str = "log-likelihood",
-    tokens: str = "tokens read per query",
-    title: str | None = None,
+    rows: Sequence[Row], file: str | Path, score: str = "log-likelihood", title: str | None = None
 ) -> Path:
     """Draw one panel per setting, one marker per system, to the PNG `file`: ours filled, the paper's hollow.
 
-    Args:
-        rows: each with "system", "setting", "tokens", and "mean", "std" (ours), "paper", "paper_std"; the last four
-            may be None or absent.
-        file: replaced in one go; folders are made.
-        score: names the y axis.
-        tokens: names the x axis, which is logarithmic.
-        title: over the whole picture.
+    "mean" and "std" (ours), "paper" and "paper_std" of a row may be None or absent.
     """
     panels = panels_of(rows)
     if not panels:
@@ -59,7 +48,7 @@ def draw_scores_against_tokens(
     figure, axes, left = new_panels(len(panels), bool(title))
     for axis, (setting, panel) in zip(axes, panels.items(), strict=True):
         _draw_panel(axis, panel, systems)
-        _finish_panel(axis, setting, [row["tokens"] for points in panel.values() for row in points], tokens)
+        _finish_panel(axis, setting, [row["tokens"] for points in panel.values() for row in points])
     for axis in left:
         axis.set_ylabel(score, color=STYLE["ink"])
     _legend(figure, systems, rows)
@@ -118,8 +107,8 @@ def ticks_of(tokens: Sequence[float]) -> list[float]:
     return ticks
 
 
-def _finish_panel(axis: Axes, setting: str, counts: Sequence[float], tokens: str) -> None:
-    clean(axis, tokens)
+def _finish_panel(axis: Axes, setting: str, counts: Sequence[float]) -> None:
+    clean(axis, "tokens read per query")
     axis.set_xscale("log")
     axis.set_xlim(*axis_limits(counts))
     ticks = ticks_of(counts)
@@ -144,3 +133,33 @@ def _legend(figure: Figure, systems: Sequence[str], rows: Sequence[Row]) -> None
     if any(row.get("paper") is not None for row in rows):
         handles.append(entry("the paper's", 0, False, **grey))
     legend_below(figure, handles)
+
+
+def draw_curve_panels(panels: Panels, file: str | Path, metric: str, title: str | None = None) -> Path:
+    """Draw `metric` against steps to the PNG `file`, all panels on one scale; those without curves are left out.
+
+    Seconds are not shown, since runs that train side by side share their machine.
+    """
+    panels = {setting: panel for setting, panel in panels.items() if any(panel.values())}
+    if not panels:
+        reject("panels", "at least one curve", "none")
+    systems = list(dict.fromkeys(system for panel in panels.values() for system, curves in panel.items() if curves))
+    look: dict[str, Any] = {"marker": "o", "ms": 3, "lw": 1.5, "alpha": 0.8}
+    colours = {system: PALETTE[index % len(PALETTE)] for index, system in enumerate(systems)}
+    figure, axes, left = new_panels(len(panels), bool(title))
+    for axis, (setting, panel) in zip(axes, panels.items(), strict=True):
+        for system, curves in panel.items():
+            for curve in curves:
+                axis.plot(*zip(*curve, strict=True), color=colours[system], **look)
+        clean(axis, "step")
+        axis.set_title(setting, fontsize=10, color=STYLE["ink"])
+    limits = [axis.get_ylim() for axis in axes]
+    low, high = room_between(min(low for low, _ in limits), max(high for _, high in limits))
+    for axis in axes:
+        axis.set_ylim(low, high)
+    for axis in left:
+        axis.set_ylabel(metric, color=STYLE["ink"])
+    from matplotlib.lines import Line2D
+
+    legend_below(figure, [Line2D([], [], label=system, color=colours[system], **look) for system in systems])
+    return save(figure, file, title)
