@@ -129,7 +129,7 @@ def test_killed_and_resumed_through_the_command_line(tmp_path: Path) -> None:
     assert main([*ARGUMENTS, "--out", str(whole)]) == 0
     command = [sys.executable, "-m", "retreever.cli", *ARGUMENTS, "--out", str(broken), "--resume"]
     dice = random.Random(1)
-    for _ in range(3):
+    for _ in range(2):
         seen = newest(broken)
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         while process.poll() is None and newest(broken) == seen:

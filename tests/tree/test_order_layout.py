@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,8 @@ from retreever.tree.build import plan_for
 from retreever.tree.order import LeafLayout, leaf_layout, segment_of_rank
 from retreever.tree.plan import TreePlan
 
-properties = settings(max_examples=300, derandomize=True, deadline=None)
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "300"))
+properties = settings(max_examples=EXAMPLES, derandomize=True, deadline=None)
 branches = st.integers(2, 7)
 
 

@@ -20,7 +20,7 @@ BACKENDS += ["triton"] if INTERPRETING and importlib.util.find_spec("triton") el
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter computes with numpy
 each_backend = pytest.mark.parametrize("impl", BACKENDS)
 # One query takes a kernel of its own; seventeen fill more than one tile.
-each_size = pytest.mark.parametrize(("n", "branch", "m"), [(16, 2, 1), (16, 2, 17), (27, 3, 4), (5, 8, 3)])
+each_size = pytest.mark.parametrize(("n", "branch", "m"), [(16, 2, 1), (8, 2, 17), (27, 3, 4), (5, 8, 3)])
 
 
 def inputs(n: int, branch: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, TreePlan]:
@@ -63,15 +63,15 @@ def test_a_choice_of_probability_zero_is_taken(impl: Any) -> None:
 
 @each_backend
 @each_size
-@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf, 3e38])
-def test_what_padding_holds_never_matters(impl: Any, n: int, branch: int, m: int, spoilt: float) -> None:
+def test_what_padding_holds_never_matters(impl: Any, n: int, branch: int, m: int) -> None:
+    """Every padding node holds one of four bad numbers."""
     q, keys, values, plan = inputs(n, branch, m)
     mask = torch.rand(2, plan.nodes, generator=torch.Generator().manual_seed(2)) < 0.8
     mask[:, ::branch] = True  # some child of every node
     mask[:, plan.leaf_offset :: plan.block] = True
     clean = tree_attention(q, keys, values, plan, mask, impl=impl)
-    fill = ~mask[..., None, None]
-    dirty = [nodes.masked_fill(fill, spoilt).requires_grad_() for nodes in (keys, values)]
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 3e38])[torch.arange(plan.nodes) % 4, None, None]
+    dirty = [torch.where(mask[..., None, None], nodes, bad).requires_grad_() for nodes in (keys, values)]
     found = tree_attention(q, *dirty, plan, mask, impl=impl)
     for got, want in zip(found, clean, strict=True):
         torch.testing.assert_close(got.detach(), want)
