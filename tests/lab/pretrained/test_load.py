@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -166,3 +169,30 @@ def test_whatever_a_card_says_either_it_loads_or_it_is_refused(
         assert isinstance(load_pretrained("tiny", folder), ReTreever)
     except RetreeverError as error:
         assert "tiny" in str(error) and "\n" not in str(error)
+
+
+BOMBS = [{"dim": 12_000}, {"layers": 10**6}, {"hidden": 10**7}, {"dim": 10**12}, {"layers": 10**400}]
+
+
+@pytest.mark.parametrize("change", BOMBS, ids=lambda change: next(iter(change)))
+def test_a_card_that_claims_a_huge_model_costs_nothing(change: dict[str, int], folder: Path) -> None:
+    """Compared with the tensors in the file before the model is built."""
+    card = read_card("tiny", folder)
+    rewrite(folder, model=card.model | change)
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(folder, r"tiny\.(json|safetensors): ")
+    assert time.perf_counter() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+@pytest.mark.parametrize("change", BOMBS, ids=lambda change: next(iter(change)))
+def test_a_run_that_claims_a_huge_model_costs_nothing(change: dict[str, int], trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / trained.name
+    shutil.copytree(trained, run)
+    config = json.loads((run / "config.json").read_text()) | change
+    (run / "config.json").write_text(json.dumps(config))
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RetreeverError, match=r"^[^\n]+$"):
+        load_run(run)
+    assert time.perf_counter() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
