@@ -20,7 +20,7 @@ from retreever.train import evaluate
 
 PIL = pytest.importorskip("PIL.Image")
 TAGS = ("010-000-024-033", "010-000-030-096", "020-000-033-111", "020-000-032-221")
-STEPS = {"copy": 120, "gp": 60, "emnist": 40, "celeba": 40, "activity": 60}
+STEPS = {"copy": 80, "gp": 40, "emnist": 24, "celeba": 24, "activity": 40}
 CASES = [(task, model) for task in STEPS for model in ("retreever", "transformer-ca", "perceiver-io")]
 
 
@@ -94,4 +94,5 @@ def test_quick_learns(task: str, model: str, data: Path, tmp_path: Path) -> None
     result = json.loads((folder / "result.json").read_text())
     assert result["validation"] > start
     assert evaluate(trained, problem, problem.validation()) == pytest.approx(result["validation"], abs=1e-4)
-    assert main(["eval", str(folder), "--data", str(data), "--device", "cpu"]) == 0
+    if model == "perceiver-io":  # one model of every task; scoring is the same for all
+        assert main(["eval", str(folder), "--data", str(data), "--device", "cpu"]) == 0
