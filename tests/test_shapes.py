@@ -25,6 +25,7 @@ AGAIN = [
     "test_detours.py",
     "models/test_models.py",
     "ops/search/test_policy.py",
+    "ops/search/test_reference.py",
     "tree/test_selected.py",
     "tree/test_order_layout.py",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ Head = Literal["gaussian", "bounded", "categorical", "point"]
 HEADS: tuple[Head, ...] = ("gaussian", "bounded", "categorical", "point")
 
 
-class AnyHead(nn.Module):
+class AnyHead(nn.Module, ABC):
     """A net of two linear layers; with `norm` a layer norm first, for features from a pre-norm residual stream."""
 
     def __init__(self, dim: int, hidden: int, width: int, norm: bool = False) -> None:
@@ -28,9 +29,9 @@ class AnyHead(nn.Module):
     def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
         return self.distribution(self.net(features))
 
+    @abstractmethod
     def distribution(self, raw: Float[Tensor, "b m width"]) -> Distribution:
         """The distribution for an output of `net`."""
-        raise NotImplementedError
 
     def loss(self, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "b m"]:
         """Negative log-likelihood of every query, summed over known outputs."""

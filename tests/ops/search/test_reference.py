@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +20,8 @@ from retreever.tree.plan import TreePlan
 from retreever.tree.selected import selected_nodes
 
 HEADS, WIDTH, QUERIES = 2, 3, 4
-properties = settings(max_examples=500, derandomize=True, deadline=None)
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "500"))
+properties = settings(max_examples=EXAMPLES, derandomize=True, deadline=None)
 lengths_of_rows = st.lists(st.integers(1, 20), min_size=1, max_size=3)
 seeds = st.integers(0, 10_000)
 PRECISIONS = [(torch.float32, 1e-6), (torch.float64, 1e-12)]
