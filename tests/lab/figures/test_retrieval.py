@@ -6,20 +6,30 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from retreever.attention import TokenOrder, TreeCrossAttention
 from retreever.errors import BackendError, InputError, RetreeverError
 from retreever.explanation import Explanation, explain
+from retreever.lab.figures import retrieval
 from retreever.lab.figures.retrieval import draw_curves, draw_retrieval
+from retreever.lab.figures.style import save
+from retreever.lab.recipes.figures import draw_search
+from retreever.lab.recipes.recipe import make_recipe
+from retreever.models.retreever import ReTreever
 from retreever.results import TreeCrossAttentionResult
+from retreever.tasks.copy import CopyTask
+from retreever.tree.nodes import level_of
 from retreever.tree.plan import TreePlan
 
 image = pytest.importorskip("matplotlib.image")
 colors = pytest.importorskip("matplotlib.colors")
 
 YELLOW, GREY, RED, GREEN, STAR = "#f6d55c", "#a9aeb4", "#d1495b", "#12a074", "#1f4e9c"
+DARK_ARROW, GREEN_ARROW = "#4a4f55", "#0b7a57"
 HISTORIES = {
     "ReTreever": [{"step": s, "loss": 1 / (s + 1), "accuracy": s / 100, "seconds": 0.1 * s} for s in range(0, 100, 5)],
     "Perceiver IO": [{"step": s, "loss": 2 / (s + 1), "seconds": 0.2 * s} for s in range(3)]
@@ -36,6 +46,42 @@ def search(n: int, branch: int, path: int, padding: tuple[int, ...] = ()) -> Exp
     return explain(
         TreeCrossAttentionResult(zeros[..., None], torch.tensor([[path]]), zeros, zeros, plan, mask, "policy")
     )
+
+
+def budgeted(n: int, budget: int, branch: int = 2, order: TokenOrder = "keys") -> Explanation:
+    """The search of a random attention that orders its tokens and has a budget."""
+    torch.manual_seed(0)
+    attention = TreeCrossAttention(8, 2, branch, order=order, budget=budget, impl="reference").eval()
+    return explain(attention(4 * torch.randn(1, 1, 8), attention.build(torch.randn(1, n, 8))))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """`draw_retrieval`, which returns the figure once it is laid out in place of its file."""
+
+    def draw(*arguments: Any, **settings: Any) -> Any:
+        kept: list[Any] = []
+        monkeypatch.setattr(retrieval, "save", lambda figure, file, title: (kept.append(figure), save(figure, file))[1])
+        draw_retrieval(arguments[0], tmp_path / "kept.png", *arguments[1:], **settings)
+        return kept[0]
+
+    return draw
+
+
+def panels(figure: Any) -> list[Any]:
+    return [axis for axis in figure.axes if axis.get_title()]
+
+
+def arrows(axis: Any) -> dict[tuple[float, float], str]:
+    """Colour of the arrow to every place that has one."""
+    found = [text for text in axis.texts if getattr(text, "arrow_patch", None)]
+    return {tuple(arrow.xy): colors.to_hex(arrow.arrow_patch.get_edgecolor()) for arrow in found}
+
+
+def circles(axis: Any, colour: str, marker: str = "o") -> set[tuple[float, float]]:
+    """Places of the nodes of one colour."""
+    lines = [line for line in axis.lines if line.get_marker() == marker and line.get_markerfacecolor() == colour]
+    return {(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in lines}
 
 
 def pixels(file: Path) -> torch.Tensor:
@@ -77,6 +123,91 @@ def test_padding_is_drawn_faint(paper: torch.Tensor, tmp_path: Path) -> None:
     """Nodes 13 and 14 hollow instead of coloured."""
     padded = pixels(draw_retrieval(search(8, 2, 1, padding=(13, 14)), tmp_path / "padded.png"))
     assert all(amount(padded, colour) < 0.95 * amount(paper, colour) for colour in (RED, YELLOW))
+
+
+SEARCHES = [search(32, 2, 10), search(13, 3, 4, padding=(27,)), budgeted(32, 14), budgeted(21, 9, 3), budgeted(16, 16)]
+
+
+@pytest.mark.parametrize("told", SEARCHES)
+def test_arrows_are_green_to_nodes_read_and_dark_to_nodes_explored(
+    told: Explanation, drawn: Callable[..., Any]
+) -> None:
+    """In every panel; at the end all nodes but the root have been reached or lie below one that is read."""
+    figure = drawn(told)
+    for axis in panels(figure):
+        explored = circles(axis, GREY) | circles(axis, GREY, "D")
+        want = dict.fromkeys(circles(axis, GREEN), GREEN_ARROW) | dict.fromkeys(explored, DARK_ARROW)
+        del want[max(explored, key=lambda place: place[1])]  # the root
+        assert arrows(axis) == want
+    assert len(circles(panels(figure)[-1], GREEN)) == len(told.selected)
+    assert len(circles(panels(figure)[-1], GREY)) == len(told.steps)
+
+
+@pytest.mark.parametrize("told", SEARCHES)
+def test_every_level_explored_has_a_panel_and_all_its_nodes_are_diamonds(
+    told: Explanation, drawn: Callable[..., Any]
+) -> None:
+    shown = panels(drawn(told))
+    assert len(shown) == told.plan.depth + 2
+    for level, axis in enumerate(shown):
+        exploring = [step for step in told.steps if level_of(told.plan, step.node) == level]
+        assert len(circles(axis, GREY, "D")) == len(exploring)
+
+
+@pytest.mark.parametrize("told", SEARCHES)
+def test_the_last_panel_has_the_tokens_numbers_and_a_bar_for_every_node_read(
+    told: Explanation, drawn: Callable[..., Any]
+) -> None:
+    """From left to right the tokens have the caller's numbers; a bar spans those of one node and no others."""
+    axis = panels(drawn(told))[-1]
+    lowest = min(y for _, y in circles(axis, GREEN))
+    labels = [text for text in axis.texts if text.get_text() and text.get_position()[1] < lowest]
+    tokens = sorted((text.get_position()[0], int(text.get_text())) for text in labels)
+    assert tuple(token for _, token in tokens) == told.numbers
+    bars = [line.get_xdata() for line in axis.lines if line.get_linestyle() == "-" and line.get_linewidth() == 3]
+    spanned = {tuple(token for x, token in tokens if left < x < right) for left, right in bars}
+    assert spanned == {read.numbers for read in told.selected}
+
+
+def test_the_star_is_below_the_leaf_of_the_token_it_names(drawn: Callable[..., Any]) -> None:
+    told = budgeted(16, 8)
+    for truth in (told.numbers[0], told.numbers[9]):
+        for axis in panels(drawn(told, truth=truth)):
+            (star,) = (float(line.get_xdata()[0]) for line in axis.lines if line.get_marker() == "*")
+            below = {text.get_text(): text.get_position()[0] for text in axis.texts if text.get_position()[1] < -4.1}
+            assert below[str(truth) if len(below) > 1 else f"token {truth}"] == star
+
+
+@pytest.mark.parametrize("told", [*SEARCHES, budgeted(64, 40, 4), search(64, 2, 7)])
+def test_captions_and_legends_fit(told: Explanation, drawn: Callable[..., Any]) -> None:
+    figure = drawn(told, truth=told.numbers[0])
+    boxes = [axis.title.get_window_extent() for axis in panels(figure)]
+    assert not any(a.overlaps(b) for number, a in enumerate(boxes) for b in boxes[:number])
+    legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
+    for box in [*boxes, *(legend.get_window_extent() for legend in legends)]:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width
+
+
+def test_captions_say_what_was_taken_and_rejected(drawn: Callable[..., Any]) -> None:
+    assert [axis.get_title() for axis in panels(drawn(search(8, 2, 1)))] == [
+        "Step 0: start at the root",
+        "Step 1: 1 taken, 2 rejected",
+        "Step 2: 4 taken, 3 rejected",
+        "End: leaves 9, 10 read, 4 nodes for 8 tokens",
+    ]
+    assert [axis.get_title() for axis in panels(drawn(budgeted(64, 40)))][-2:] == [
+        "Level 5: 14 nodes taken, 8 nodes rejected",
+        "End: 40 nodes read for 64 tokens",
+    ]
+
+
+def test_a_search_of_the_copy_task_is_drawn_with_a_budget(tmp_path: Path) -> None:
+    model = make_recipe("copy", n=32, model="tca").make_model()
+    assert isinstance(model, ReTreever)
+    batch = next(CopyTask(32).test(size=1))
+    told = {budget: draw_search(tmp_path / f"{budget}.png", model, batch, budget=budget) for budget in (None, 10)}
+    assert [len(search.selected) for search in told.values()] == [5, 10]
+    assert all(pixels(file).numel() for file in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("truth", [-1, 8])

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from retreever.arguments import check_int
 from retreever.batch import Batch
-from retreever.explanation import explain, level_of
+from retreever.explanation import explain
 from retreever.lab.figures.predictions import evaluating, mean_and_std, predict
 from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_figure, save
 from retreever.models.retreever import ReTreever
 from retreever.tasks.gp import GPTask, Hyperparameters
 from retreever.tasks.seeds import stream
 from retreever.train.protocols import Model
+from retreever.tree.nodes import level_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,10 +58,8 @@ def nodes_read(model: ReTreever, batch: Batch, row: int = 0, query: int = 0) -> 
         moved = batch.to(device)
         found = model.search(model.encode(moved.xc, moved.yc, moved.context_mask), moved.xt)
     explanation = explain(found, row, query)
-    tokens = model.leaf_order(batch.xc, batch.context_mask)[row].tolist()
     return tuple(
-        NodeRead(read.node, level_of(explanation.plan, read.node), tuple(tokens[slice(*read.tokens)]))
-        for read in explanation.selected
+        NodeRead(read.node, level_of(explanation.plan, read.node), read.numbers) for read in explanation.selected
     )
 
 

@@ -51,11 +51,14 @@ def _draw_predictions(folder: Path, model: Model, task: object) -> None:
         draw_search(folder / "retrieval.png", model, next(task.validation(sequences=1)))
 
 
-def draw_search(file: Path, model: ReTreever, batch: Batch, title: str = "") -> Explanation:
-    """Draw and return the search of one query of a sequence of the copy task for the token it has to repeat."""
+def draw_search(file: Path, model: ReTreever, batch: Batch, title: str = "", budget: int | None = None) -> Explanation:
+    """Draw and return the search of one query of a sequence of the copy task for the token it has to repeat.
+
+    `budget` is the number of tokens the query may read; None takes that of the model.
+    """
     with evaluating(model) as device:
         batch = batch.to(device)
-        found = model.search(model.encode(batch.xc, batch.yc), batch.xt)
+        found = model.search(model.encode(batch.xc, batch.yc), batch.xt, budget=budget)
     context = batch.xc.shape[1]
     query = context // 3
     answer = context - 1 - query  # target j is at context position n/2 - 1 - j
