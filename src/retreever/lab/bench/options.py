@@ -109,3 +109,33 @@ class TrainBench(BenchOptions):
     """Folder that holds the datasets."""
 
     name: ClassVar[str] = "train"
+
+
+@dataclass(frozen=True)
+class RivalsBench(BenchOptions):
+    """Trees against other ways to read few tokens with the same trained weights: top-k, blocks, clusters, random."""
+
+    n: tuple[int, ...] = (4096, 65536)
+    """Context points of the fields, on which attention was trained without a tree."""
+    budgets: tuple[int, ...] = (40, 80, 110, 160, 228, 640)
+    """Vectors read per query, beside those of one path."""
+    queries: int = 256
+    """Queries per call."""
+    fields: int = 4
+    """Fields to average over."""
+    points: tuple[int, ...] = ()
+    """Context points in training, stage after stage; by default 1024 on a CPU, 4096 and 65536 elsewhere."""
+    steps: tuple[int, ...] = ()
+    """Training steps of every stage; by default 2000 on a CPU, 8000 and 300 elsewhere."""
+    weights: Path | None = None
+    """File of the fields' network: read if it exists, else written after training; by default beside the results."""
+    models: tuple[Literal["gp", "emnist", "activity", "copy-256", "copy-1024"], ...] = (
+        "gp", "emnist", "activity", "copy-256", "copy-1024",
+    )  # fmt: skip
+    """Weights in the package to read; those whose data are absent are left out."""
+    batches: int = 10
+    """Batches of every test set."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+
+    name: ClassVar[str] = "rivals"
