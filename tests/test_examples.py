@@ -1,0 +1,62 @@
+"""The scripts in examples/ run, and what they print is what they say."""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def load(name: str) -> Any:
+    spec = spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def convert() -> Any:
+    return load("convert_decoder")
+
+
+SMALL = ("--steps", "2", "--tokens", "200", "--queries", "5", "--fields", "2")
+
+
+def test_converting_a_decoder_prints_both_tables(convert: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.main(list(SMALL))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("seed 0, 2 steps in ")
+    names = [
+        "all tokens",
+        *(f"tree, order {order}" for order in ("keys", "given, k-d", "given, random") for _ in "1248"),
+    ]
+    table = [(line[:26].strip(), line[26:].split()) for line in lines[3 : 3 + len(names)]]
+    assert [name for name, _ in table] == names
+    assert [cells[0] for _, cells in table] == ["200", *["2", "4", "8", "16"] * 3]
+    assert all(0 < float(cells[2]) < 10 for _, cells in table)
+    last = lines[-2].split()
+    assert last[:3] == ["all", "200", "100.00%"] and float(last[3]) == 0 and "error at most 0.02: " in lines[-1]
+
+
+def test_trees_of_the_example_that_read_all_tokens_predict_the_same(convert: Any) -> None:
+    torch.manual_seed(0)
+    model = convert.Model().eval()
+    original = model.decoder.multihead_attn
+    field = convert.sample(2, 50, 5, torch.Generator().manual_seed(0))
+    exact, *trees = (score for _, _, score in convert.compare(model, field, [50]))
+    assert trees == pytest.approx([exact] * 3, abs=1e-5) and model.decoder.multihead_attn is original
+    assert max(abs(score - exact) for _, _, score in convert.compare(model, field, [1])) > 1e-5
+
+
+def test_training_of_the_example_lowers_the_error(convert: Any) -> None:
+    torch.manual_seed(0)
+    model, field = convert.Model(), convert.sample(4, 64, 32, torch.Generator().manual_seed(5))
+    before = convert.rmse(model, field)
+    convert.train(model, 12, torch.Generator().manual_seed(0))
+    assert convert.rmse(model, field) < before
