@@ -233,11 +233,37 @@ def test_any_module_can_be_the_aggregator() -> None:
     assert ragged.output.isfinite().all() and ragged.output.abs().max() < 1e3
 
 
-def test_the_mean_aggregator_averages_leaves() -> None:
+def test_a_tree_of_means_averages_keys_and_values() -> None:
+    """After all projections and norms, and without weights of its own."""
     module, context = tca(aggregator="mean"), rand(1, 8, DIM)
-    nodes = module.build(context).nodes[0]
-    assert close(nodes[0], context[0, :4].mean(0)) and close(nodes[5], context[0, 6:].mean(0))
-    assert not list(module.aggregator.parameters())
+    tree = module.build(context)
+    assert tree.nodes is None and module.aggregator is None
+    for nodes, tokens in zip((tree.keys[0], tree.values[0]), module.block.key_values(context), strict=True):
+        assert torch.equal(nodes[-8:], tokens[0])
+        assert close(nodes[0], tokens[0, :4].mean(0)) and close(nodes[5], tokens[0, 6:].mean(0))
+    assert {name.partition(".")[0] for name, _ in module.named_parameters()} == {"block"}
+
+
+@pytest.mark.parametrize("mask", [None, holed_mask()], ids=["all-real", "ragged"])
+@pytest.mark.parametrize("settings", [{}, {"aggregator": "mean", "log_count": True}], ids=["learned", "means"])
+@torch.no_grad()
+def test_a_budget_of_one_path_reports_what_the_path_reports(settings: dict[str, object], mask: Tensor | None) -> None:
+    """Nodes read, and nodes scored, and how many of both."""
+    module, query = tca(**settings), rand(6, 5, DIM, seed=1)
+    tree = module.build(rand(6, 11, DIM), mask)
+    path, found = module(query, tree), module(query, tree, budget=1)
+    assert close(found.output, path.output) and torch.equal(found.path, path.path)
+    assert torch.equal(found.tokens_read, path.tokens_read) and found.tokens == path.tokens
+    assert torch.equal(found.nodes_scored, path.nodes_scored)
+
+
+def test_a_call_overrides_the_budget_of_the_module() -> None:
+    module, query = tca(budget=6), rand(2, 5, DIM, seed=1)
+    tree = module.build(rand(2, 11, DIM))
+    assert torch.equal(module(query, tree).output, tca()(query, tree, budget=6).output)
+    assert torch.equal(module(query, tree, budget=9).rows, tca()(query, tree, budget=9).rows)
+    module.retrieval = "full"  # reads all leaves whatever the budget
+    assert close(module(query, tree, budget=6).output, tca()(query, tree, budget=11).output)
 
 
 @pytest.mark.parametrize("aggregator", ["transformer", "mean"])

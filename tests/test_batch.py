@@ -48,8 +48,11 @@ def attention(kind: str, branch: int = 2) -> Attention:
     torch.manual_seed(0)
     if kind == "plain":
         return CrossAttention(DIM, HEADS)
-    aggregator = "mean" if kind == "mean" else "transformer"
-    return TreeCrossAttention(DIM, HEADS, branch, aggregator=aggregator, impl="reference")
+    if kind == "budget":  # all of a converted attention, and more than one path, less than the longest row
+        more = {"aggregator": "mean", "log_count": True, "order": "keys", "budget": 7}
+    else:
+        more = {"aggregator": "mean" if kind == "mean" else "transformer"}
+    return TreeCrossAttention(DIM, HEADS, branch, **more, impl="reference")
 
 
 def gap(a: Tensor, b: Tensor) -> float:
@@ -129,7 +132,7 @@ def test_large_values_are_finite_values() -> None:
     assert dataclasses.replace(batch, yc=torch.full_like(batch.yc, 2e17)).validate().yc.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "tree", "mean"])
+@pytest.mark.parametrize("kind", ["plain", "tree", "mean", "budget"])
 def test_a_batch_of_no_rows_gives_no_rows(kind: str) -> None:
     module = attention(kind)
     assert module(rand(0, 3, DIM), module.build(rand(0, N, DIM))).output.shape == (0, 3, DIM)
@@ -137,14 +140,17 @@ def test_a_batch_of_no_rows_gives_no_rows(kind: str) -> None:
 
 @pytest.mark.parametrize("where", ["tail", "anywhere"])
 @pytest.mark.parametrize("branch", [2, 3, 4, 16])
-@pytest.mark.parametrize("kind", ["plain", "tree", "mean"])
+@pytest.mark.parametrize("kind", ["plain", "tree", "mean", "budget"])
 @torch.no_grad()
 def test_a_ragged_batch_equals_its_rows_one_by_one(kind: str, branch: int, where: str) -> None:
     module, context, query, mask = attention(kind, branch).eval(), rand(6, N, DIM), rand(6, 7, DIM), padding(where)
-    together = module(query, module.build(context, mask)).output
+    together = module(query, module.build(context, mask))
     for row in range(6):
-        alone = module(query[row : row + 1], module.build(context[row : row + 1, mask[row]])).output
-        assert gap(together[row : row + 1], alone) <= 1e-6
+        alone = module(query[row : row + 1], module.build(context[row : row + 1, mask[row]]))
+        assert gap(together.output[row : row + 1], alone.output) <= 1e-6
+        if kind != "plain":
+            assert torch.equal(together.tokens_read[row], alone.tokens_read[0])
+            assert torch.equal(together.nodes_scored[row], alone.nodes_scored[0])
 
 
 @torch.no_grad()
@@ -166,7 +172,7 @@ def test_a_ragged_batch_samples_the_paths_of_its_rows() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30, -1e30])
 @pytest.mark.parametrize("where", ["tail", "anywhere"])
-@pytest.mark.parametrize("kind", ["plain", "tree", "mean"])
+@pytest.mark.parametrize("kind", ["plain", "tree", "mean", "budget"])
 def test_values_of_masked_tokens_change_nothing_at_all(kind: str, where: str, value: float) -> None:
     """Outputs, gradients of the weights and of the real tokens differ by exactly 0.0; padding gets gradient 0."""
     module, query, mask, clean = attention(kind).train(), rand(6, 7, DIM), padding(where), rand(6, N, DIM)
@@ -187,7 +193,7 @@ def test_values_of_masked_tokens_change_nothing_at_all(kind: str, where: str, va
     assert all(torch.equal(a, b) for a, b in zip(run(clean), run(dirty), strict=True))
 
 
-@pytest.mark.parametrize("kind", ["tree", "mean"])
+@pytest.mark.parametrize("kind", ["tree", "mean", "budget"])
 @torch.no_grad()
 def test_no_padding_node_is_ever_selected(kind: str) -> None:
     """Every selected node covers a real token, and their number is what `tokens_read` reports."""
@@ -199,6 +205,9 @@ def test_no_padding_node_is_ever_selected(kind: str) -> None:
     assert (real | (result.selected < 0)).all()
     assert torch.equal(result.tokens_read, (result.selected >= 0).sum(-1))
     assert (result.tokens_read <= torch.tensor(LENGTHS)[:, None]).all()
+    if kind == "budget":  # rows no longer than the budget are read whole, longer ones in its limits
+        assert torch.equal(result.tokens_read[:4], torch.tensor(LENGTHS[:4])[:, None].expand(4, 50))
+        assert (result.tokens_read[4:] <= 7).all()
 
 
 xc, yc, xt, yt, real = rand(2, 9, 1), rand(2, 9, 1), rand(2, 3, 1), rand(2, 3, 1), torch.ones(2, 9, dtype=torch.bool)

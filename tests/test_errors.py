@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import retreever
-from retreever.attention import CrossAttention, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch
+from retreever.cross_attention import CrossAttention
 from retreever.errors import ConfigError, InputError, RetreeverError
 from retreever.models.perceiver_io import PerceiverIO
 from retreever.models.retreever import ReTreever, ReTreeverConfig

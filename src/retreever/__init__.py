@@ -10,43 +10,51 @@ from typing import TYPE_CHECKING, Any
 from retreever.version import __version__
 
 if TYPE_CHECKING:
-    from retreever.attention import CrossAttention, TreeCrossAttention
+    from retreever.attention import TreeCrossAttention
     from retreever.batch import Batch, collate
+    from retreever.cross_attention import CrossAttention
     from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
     from retreever.explanation import explain
+    from retreever.fidelity import Fidelity
     from retreever.models.perceiver_io import PerceiverIO
     from retreever.models.random import RandomGuess
     from retreever.models.retreever import ReTreever
     from retreever.models.transformer_ca import TransformerCA
     from retreever.objective import Loss, ObjectiveConfig
+    from retreever.ops.frontier.api import Part, merge_parts
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
     from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
+    from retreever.tree_multihead import TreeMultihead
 
 __all__ = [
-    "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "InputError", "Loss",
-    "ObjectiveConfig", "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA", "Tree",
-    "TreeCrossAttention", "TreePlan", "__version__", "collate", "explain", "full_attention", "leaf_order",
-    "load_pretrained", "tree_attention",
+    "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "InputError",
+    "Loss", "ObjectiveConfig", "Part", "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA",
+    "Tree", "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "explain", "full_attention",
+    "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
 ]  # fmt: skip
 
 _HOME = {
-    "attention": ("CrossAttention", "TreeCrossAttention"),
+    "attention": ("TreeCrossAttention",),
+    "cross_attention": ("CrossAttention",),
     "batch": ("Batch", "collate"),
     "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
     "explanation": ("explain",),
+    "fidelity": ("Fidelity",),
     "models.perceiver_io": ("PerceiverIO",),
     "models.random": ("RandomGuess",),
     "models.retreever": ("ReTreever",),
     "models.transformer_ca": ("TransformerCA",),
     "objective": ("Loss", "ObjectiveConfig"),
+    "ops.frontier.api": ("Part", "merge_parts"),
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
     "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),
+    "tree_multihead": ("TreeMultihead",),
 }
 
 

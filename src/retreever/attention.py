@@ -1,6 +1,6 @@
-"""The attention modules: `CrossAttention` and `TreeCrossAttention`, which reads O(log n) tokens per query.
+"""`TreeCrossAttention`, which reads O(log n) tokens per query, or as many as a budget allows.
 
-Both work in two steps, so that a context is prepared once and queried often:
+Like `CrossAttention` it works in two steps, so that a context is prepared once and queried often:
 
     memory = module.build(context, mask)    # keys and values, or a tree
     result = module(query, memory)          # any number of times; result.output is (b, m, dim)
@@ -10,85 +10,34 @@ Both steps check their arguments; `check=False` skips the checks, for models tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
-from retreever.attention_inputs import check_context, check_query, check_search
-from retreever.nn.blocks import AttentionBlock, Residual
-from retreever.nn.multihead import copy_multihead, multihead_arguments
+from retreever.attention_inputs import check_budget, check_context, check_search
+from retreever.batch import without_padding
+from retreever.cross_attention import Context, CrossAttention, Mask, Query, readout
+from retreever.fidelity import Fidelity, measure
+from retreever.nn.blocks import Residual
+from retreever.nn.multihead import block_arguments, copy_multihead, multihead_arguments
 from retreever.ops.backend import Impl
-from retreever.ops.search.api import TreeAttention, read_leaves, search
+from retreever.ops.search.api import TreeAttention, counted_keys, read_leaves, search
 from retreever.ops.search.inputs import SearchInputs
-from retreever.results import RETRIEVALS, CrossAttentionResult, KeyValues, Retrieval, TreeCrossAttentionResult
+from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
 from retreever.tree.aggregate import Aggregator, make_aggregator
 from retreever.tree.build import Tree, build_nodes
+from retreever.tree.means import log_counts, mean_tree
+from retreever.tree.order import in_order, permutation_of
 
-Query = Float[Tensor, "b m d"]
-Context = Float[Tensor, "b n c"]
-Mask = Bool[Tensor, "b n"] | None
+TokenOrder = Literal["given", "keys"]
+TOKEN_ORDERS: tuple[TokenOrder, ...] = ("given", "keys")
 Noise = Float[Tensor, "b m depth"] | None
 Choices = Int[Tensor, "b m depth"] | None
-
-
-class CrossAttention(nn.Module):
-    """Cross attention over all tokens: norm, attention, residual and feed-forward.
-
-    Args:
-        dim: width of queries and output.
-        heads: attention heads; divides `dim`.
-        kdim: width of the context; None means `dim`.
-        hidden: feed-forward width; None means 2 * dim, 0 leaves it out.
-        residual: see `AttentionBlock`; "none" with `hidden=0` is bare multi-head attention.
-        dropout: on attention weights and feed-forward.
-        bias: of the query, key and value projections.
-        impl: backend of the attention.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        heads: int = 4,
-        *,
-        kdim: int | None = None,
-        hidden: int | None = None,
-        residual: Residual = "pre",
-        dropout: float = 0.0,
-        bias: bool = False,
-        impl: Impl = "auto",
-    ) -> None:
-        super().__init__()
-        self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
-
-    @classmethod
-    def from_multihead(cls, attention: nn.MultiheadAttention) -> CrossAttention:
-        """A module that computes the same as a trained `nn.MultiheadAttention(batch_first=True)`."""
-        module = cls(**multihead_arguments(attention)).to(attention.out_proj.weight)
-        copy_multihead(attention, module.block)
-        return module.train(attention.training)
-
-    def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> KeyValues:
-        """Project `context` to keys and values. `mask` is True where a token is real.
-
-        With `check=False` padding must hold finite numbers.
-        """
-        if check:
-            check_context(self, self.block, context, mask)
-            if mask is not None:  # padding may hold NaN, and 0 * NaN is NaN
-                context = context.masked_fill(~mask[..., None], 0)
-        return KeyValues(*self.block.key_values(context), mask)
-
-    def forward(
-        self, query: Query, context: KeyValues | Context, mask: Mask = None, *, check: bool = True
-    ) -> CrossAttentionResult:
-        """Attend from `query` to `context`, prepared by `build` or as plain tokens with their mask."""
-        memory = context if isinstance(context, KeyValues) else self.build(context, mask, check=check)
-        if check:
-            check_query(self, self.block, query, memory.keys)
-        normed, q = self.block.start(query)
-        attended = self.block.attend(q.to(memory.keys.dtype), memory.keys, memory.values, memory.mask)
-        return CrossAttentionResult(self.block.finish(query, normed, attended), tokens=memory.keys.shape[1])
 
 
 class TreeCrossAttention(nn.Module):
@@ -102,10 +51,13 @@ class TreeCrossAttention(nn.Module):
         branch: children per node; more branches, fewer levels, more tokens.
         kdim: width of the context; None means `dim`.
         hidden: feed-forward width; None means 2 * dim, 0 leaves it out.
-        aggregator: "transformer" (one layer among the children, then the mean), "mean", or your own module
-            (children (g, k, kdim), mask (g, k) or None) -> (g, kdim).
+        aggregator: "transformer" (one layer among the children, then the mean), "mean" (of the keys and values of all
+            tokens below, by sums alone), or your own module (children (g, k, kdim), mask (g, k) or None) -> (g, kdim).
         detach: cut gradients between tree levels.
         retrieval: "policy" searches; "full" reads all leaves with the same weights (ReTreever-Full).
+        budget: how many tokens a query may read, one path at least; None reads one path.
+        log_count: add the logarithm of its number of tokens to the score of a node, so that a mean stands for all.
+        order: "given" takes tokens in leaf order; "keys" puts tokens with similar keys side by side.
         residual: see `AttentionBlock`; "none" with `hidden=0` is bare attention.
         dropout: on feed-forward and aggregator; the attention itself has none, since it is also the policy.
         bias: of the query, key and value projections.
@@ -123,6 +75,9 @@ class TreeCrossAttention(nn.Module):
         aggregator: Aggregator | nn.Module = "transformer",
         detach: bool = False,
         retrieval: Retrieval = "policy",
+        budget: int | None = None,
+        log_count: bool = False,
+        order: TokenOrder = "given",
         residual: Residual = "pre",
         dropout: float = 0.0,
         bias: bool = False,
@@ -132,7 +87,10 @@ class TreeCrossAttention(nn.Module):
         check_int("branch", branch, 2)
         check_choice("retrieval", retrieval, RETRIEVALS)
         check_bool("detach", detach)
-        self.block = _readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
+        check_budget(budget)
+        check_bool("log_count", log_count)
+        check_choice("order", order, TOKEN_ORDERS)
+        self.block = readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
         width = dim if kdim is None else kdim
         if aggregator == "transformer" and width % heads:
             reject("heads", f"a divisor of kdim={width}, for the transformer aggregator", heads)
@@ -140,29 +98,60 @@ class TreeCrossAttention(nn.Module):
         self.aggregator = make_aggregator(aggregator, width, heads, hidden or 2 * width, inner, dropout, impl)
         self.branch, self.detach = branch, detach
         self.retrieval: Retrieval = retrieval
+        self.budget, self.log_count = budget, log_count
+        self.order: TokenOrder = order
         self.impl: Impl = impl
 
     @classmethod
-    def from_multihead(cls, attention: nn.MultiheadAttention, branch: int = 2) -> TreeCrossAttention:
-        """A module with the weights of an `nn.MultiheadAttention(batch_first=True)`; equal to it if `branch` >= tokens.
+    def from_multihead(
+        cls, attention: nn.MultiheadAttention, branch: int = 2, *, order: TokenOrder = "keys", budget: int | None = None
+    ) -> TreeCrossAttention:
+        """Read a trained `nn.MultiheadAttention(batch_first=True)` through a tree of means. Nothing has to be trained.
 
-        Nodes are the means of their children. The attention has no dropout, since it is also the policy. The module is
-        in the mode of `attention`: in training it samples its paths.
+        The nodes are means of its keys and values with the log of their counts, so any `budget` approximates it and one
+        of all tokens is equal to it; `fidelity` measures how well. The attention has no dropout, since it is also the
+        policy. The module is in the mode of `attention`: in training it samples its paths.
         """
-        arguments = multihead_arguments(attention) | {"dropout": 0.0}
-        module = cls(**arguments, branch=branch, aggregator="mean").to(attention.out_proj.weight)
-        copy_multihead(attention, module.block)
+        module = cls(**multihead_arguments(attention) | {"dropout": 0.0}, **_means(branch, order, budget))
+        copy_multihead(attention, module.to(attention.out_proj.weight).block)
+        return module.train(attention.training)
+
+    @classmethod
+    def from_cross_attention(
+        cls, attention: CrossAttention, branch: int = 2, *, order: TokenOrder = "keys", budget: int | None = None
+    ) -> TreeCrossAttention:
+        """Read a trained `CrossAttention` through a tree of means, as `from_multihead` does."""
+        if not isinstance(attention, CrossAttention):
+            reject("attention", "a CrossAttention", type(attention).__name__)
+        module = cls(**block_arguments(attention.block), **_means(branch, order, budget))
+        module.to(attention.block.to_out.weight).block.load_state_dict(attention.block.state_dict())
         return module.train(attention.training)
 
     def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> Tree:
-        """Build the tree over `context`, already in leaf order, with keys and values of all nodes.
+        """Build the tree over `context`, with keys and values of all nodes.
 
         `mask` is True where a token is real: the tree is that of the real tokens alone, in their order.
         """
         if check:
             check_context(self, self.block, context, mask)
-        plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
-        return Tree(plan, nodes, node_mask, *self.block.key_values(nodes))
+        if self.order == "keys" or self.aggregator is None:
+            context = without_padding(context, mask)
+        order = None if mask is None else permutation_of("given", context, mask, self.branch, 0, 0)
+        if self.order == "keys":
+            keys = self.block.key_values(context)[0].detach().flatten(2)
+            order = permutation_of("principal", keys, mask, self.branch, 0, 0)
+            context, mask = in_order(context, order), None if mask is None else in_order(mask, order)
+        if self.aggregator is None:
+            plan, keys, values, node_mask = mean_tree(*self.block.key_values(context), self.branch, mask)
+            nodes = None
+        else:
+            plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
+            keys, values = self.block.key_values(nodes)
+        tree = Tree(plan, nodes, node_mask, keys, values, order=order)
+        if not self.log_count:
+            return tree
+        counts = log_counts(plan, node_mask, keys)
+        return replace(tree, log_count=counts, counted=counted_keys(keys, counts))
 
     def forward(
         self,
@@ -172,6 +161,7 @@ class TreeCrossAttention(nn.Module):
         choices: Choices = None,
         generator: torch.Generator | None = None,
         *,
+        budget: int | None = None,
         leaves: bool = False,
         check: bool = True,
     ) -> TreeCrossAttentionResult:
@@ -184,19 +174,21 @@ class TreeCrossAttention(nn.Module):
                 training and the most likely child is taken in evaluation.
             choices: the child to take at single decisions; -1 leaves them to the policy.
             generator: of the noise drawn in training.
+            budget: how many tokens a query may read; None takes that of the module.
             leaves: also read all leaves with the same weights, as training does (`result.leaves`).
             check: False skips the checks of all arguments.
         """
         if check:
             check_choice("retrieval", self.retrieval, RETRIEVALS)
             check_search(self, self.block, query, tree, noise, choices)
+            check_budget(budget)
         normed, q = self.block.start(query)
         q = q.to(tree.keys.dtype)  # under autocast the tree may have another dtype
         if self.retrieval == "full" and not leaves:
             nothing = q.new_zeros(q.shape[:2])
             found = TreeAttention(self._read_leaves(q, tree), nothing.to(torch.int64), nothing, nothing)
             return _result(self.block.finish(query, normed, found.output), found, tree, "full")
-        found = self._search(q, tree, noise, choices, generator)
+        found = self._search(q, tree, noise, choices, generator, self.budget if budget is None else budget)
         if not leaves:
             return _result(self.block.finish(query, normed, found.output), found, tree, "policy")
         # One pass of the feed-forward for both outputs: they share all layers after the attention.
@@ -204,45 +196,66 @@ class TreeCrossAttention(nn.Module):
         both = self.block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
         return _result(both[: len(query)], found, tree, "policy", both[len(query) :])
 
+    def fidelity(
+        self,
+        queries: Query,
+        context: Context,
+        mask: Mask = None,
+        budgets: Sequence[int | None] | None = None,
+        error: float = 0.05,
+    ) -> Fidelity:
+        """Measure error, tokens read and time of `budgets` against attention over all tokens. `print` shows a table.
+
+        `budget` of the result is the smallest one whose error is at most `error`. Measures in evaluation mode, without
+        gradients; the module is not changed.
+
+        Args:
+            queries: queries like those that will be asked.
+            context: contexts like those that will be read.
+            mask: True where a token is real.
+            budgets: ascending numbers of tokens; None in front measures one path too. Without budgets, powers of two
+                that suit the number of tokens. All tokens are always measured.
+            error: largest relative error of the output that is acceptable.
+        """
+        return measure(self, queries, context, mask, budgets, error)
+
     def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
 
     def _search(
-        self, q: Float[Tensor, "b m h e"], tree: Tree, noise: Noise, choices: Choices, generator: torch.Generator | None
+        self,
+        q: Float[Tensor, "b m h e"],
+        tree: Tree,
+        noise: Noise,
+        choices: Choices,
+        generator: torch.Generator | None,
+        budget: int | None,
     ) -> TreeAttention:
         if noise is None and self.training:
             noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
-        return search(SearchInputs(q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices), self.impl)
+        inputs = SearchInputs(
+            q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices, tree.log_count, tree.counted
+        )
+        return search(inputs, self.impl, budget)
+
+
+def _means(branch: int, order: TokenOrder, budget: int | None) -> dict[str, Any]:
+    """Settings of a tree of means."""
+    return {"branch": branch, "order": order, "budget": budget, "aggregator": "mean", "log_count": True}
 
 
 def _result(
     output: Query, found: TreeAttention, tree: Tree, retrieval: Retrieval, leaves: Query | None = None
 ) -> TreeCrossAttentionResult:
     return TreeCrossAttentionResult(
-        output, found.path, found.log_prob, found.entropy, tree.plan, tree.mask, retrieval, leaves
-    )
-
-
-def _readout(
-    dim: int,
-    heads: int,
-    kdim: int | None,
-    hidden: int | None,
-    residual: Residual,
-    dropout: float,
-    bias: bool,
-    impl: Impl,
-) -> AttentionBlock:
-    """The block of both modules. Only with `residual` "pre" the context has a norm; the paper's code has none."""
-    check_bool("bias", bias)
-    return AttentionBlock(
-        dim,
-        heads,
-        kdim=kdim,
-        hidden=2 * dim if hidden is None else hidden,
-        residual=residual,
-        context_norm="own" if residual == "pre" else "none",
-        dropout=dropout,
-        bias=bias,
-        impl=impl,
+        output,
+        found.path,
+        found.log_prob,
+        found.entropy,
+        tree.plan,
+        tree.mask,
+        retrieval,
+        leaves,
+        found.rows,
+        tree.order,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retreever.arguments import reject
+from retreever.arguments import check_int, reject
 from retreever.checks import (
     check_any_real,
     check_finite,
@@ -45,6 +45,12 @@ def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: T
     check_tensor("keys", keys, "b n h e", h=block.heads, e=block.width)
     if not query.is_cuda:  # reading values on CUDA would make every call wait for the device
         check_finite("query", query)
+
+
+def check_budget(budget: int | None) -> None:
+    """Check a number of tokens to read; None is one path."""
+    if budget is not None:
+        check_int("budget", budget, 1)
 
 
 def check_search(

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.tree.plan import TreePlan
-from retreever.tree.selected import leaf_nodes, nodes_scored, selected_nodes
+from retreever.tree.selected import frontier_scored, leaf_nodes, nodes_scored, selected_nodes
 
 Retrieval = Literal["policy", "full"]
 RETRIEVALS: tuple[Retrieval, ...] = ("policy", "full")
@@ -37,7 +37,9 @@ class CrossAttentionResult:
 class TreeCrossAttentionResult:
     """Output of `TreeCrossAttention` and the search behind it.
 
-    `leaves` is the output read over all leaves with the same weights, None unless requested.
+    `leaves` is the output read over all leaves with the same weights, None unless requested. `rows` are the nodes read
+    under a budget, None for one path. `order` has the caller's number of every token in leaf order, None if that is the
+    order given.
     """
 
     output: Float[Tensor, "b m d"]
@@ -48,15 +50,21 @@ class TreeCrossAttentionResult:
     node_mask: Bool[Tensor, "b t"] | None
     retrieval: Retrieval
     leaves: Float[Tensor, "b m d"] | None = None
+    rows: Int[Tensor, "b m s"] | None = None
+    order: Int[Tensor, "b n"] | None = None
 
     @property
     def tokens(self) -> int:
         """Nodes attended to per query in a full tree."""
-        return self.plan.tokens if self.retrieval == "policy" else self.plan.n
+        if self.retrieval == "full":
+            return self.plan.n
+        return self.plan.tokens if self.rows is None else min(self.rows.shape[2], self.plan.n)
 
     @property
     def selected(self) -> Int[Tensor, "b m s"]:
         """Rows of the tree's node tensor attended to, -1 where unused; see `explain` for the tokens they cover."""
+        if self.rows is not None:
+            return self.rows
         nodes = selected_nodes if self.retrieval == "policy" else leaf_nodes
         return nodes(self.plan, self.path, self.node_mask)
 
@@ -70,4 +78,6 @@ class TreeCrossAttentionResult:
         """Real nodes the policy scored, per query; 0 when all leaves are read."""
         if self.retrieval == "full":
             return torch.zeros_like(self.path)
+        if self.rows is not None:
+            return frontier_scored(self.plan, self.rows)
         return nodes_scored(self.plan, self.path, self.node_mask)

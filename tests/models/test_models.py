@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever import Batch, ObjectiveConfig, PerceiverIO, ReTreever, TransformerCA, collate
+from retreever import (
+    Batch,
+    InputError,
+    ObjectiveConfig,
+    PerceiverIO,
+    ReTreever,
+    TransformerCA,
+    collate,
+    load_pretrained,
+)
 from retreever.models.retreever import Draws
+from retreever.models.saved import model_from_json, model_to_json
 from retreever.nn.encoders import ENCODERS
 from retreever.nn.heads import HEADS
 from retreever.objective import Gate
@@ -270,6 +283,99 @@ def test_tokens_are_counted_as_in_the_paper() -> None:
     assert model(PerceiverIO, latents=7).tokens(1000) == 7
 
 
+@pytest.mark.parametrize("data", [batch(), ragged()], ids=["equal", "ragged"])
+@torch.no_grad()
+def test_a_budget_reads_from_one_path_to_all_tokens(data: Batch) -> None:
+    """Given to the model, to a call or later: the same. None is the search as it was, all tokens full retrieval."""
+    plain, full = model(ReTreever).eval(), model(ReTreever, retrieval="full").eval()
+    inputs = (data.xc, data.yc, data.xt, data.context_mask)
+    means = {budget: plain.predict(*inputs, budget=budget).mean for budget in (None, 1, 7, 11, 50)}
+    assert torch.equal(means[None], plain.predict(*inputs).mean)
+    assert gap(means[11], full.predict(*inputs).mean) <= 1e-6 and torch.equal(means[11], means[50])
+    assert gap(means[7], means[11]) > 1e-6 and gap(means[7], means[None]) > 1e-6
+    for budget, mean in means.items():
+        assert torch.equal(model(ReTreever, budget=budget).eval().predict(*inputs).mean, mean)
+        assert torch.equal(model(ReTreever).eval().set_reading(budget=budget).predict(*inputs).mean, mean)
+    assert gap(plain.set_reading("full").predict(*inputs).mean, full.predict(*inputs).mean) == 0
+    assert torch.equal(plain.set_reading().predict(*inputs).mean, means[None])
+
+
+@torch.no_grad()
+def test_a_search_tells_what_a_budget_read() -> None:
+    """No more tokens than the model promises, all of a shorter context, and no more nodes scored than there are."""
+    module, data = model(ReTreever, budget=7).eval(), ragged()
+    memory = module.encode(data.xc, data.yc, data.context_mask)
+    lengths = data.context_mask.sum(dim=1)[:, None]
+    for budget in (7, 9, 11):
+        found = module.search(memory, data.xt, budget=None if budget == 7 else budget)
+        limit = model(ReTreever, budget=budget).tokens(11)
+        assert found.tokens == limit == budget
+        assert (found.tokens_read <= lengths.clamp_max(limit)).all() and (found.tokens_read[:2] == lengths[:2]).all()
+        assert torch.equal(found.tokens_read, (found.selected >= 0).sum(dim=2))
+        assert (found.nodes_scored <= memory.mask.sum(dim=1, keepdim=True)).all()
+    path = module.set_reading().search(memory, data.xt)
+    assert path.rows is None and (path.tokens_read <= path.tokens).all() and module.tokens(11) == 5
+
+
+def test_tokens_of_a_budget_are_never_more_than_there_are() -> None:
+    assert [model(ReTreever, budget=budget).tokens(256) for budget in (1, 9, 40, 256, 999)] == [9, 9, 40, 256, 256]
+    assert model(ReTreever, budget=40).tokens(8) == 8 and model(ReTreever, budget=4, retrieval="full").tokens(64) == 64
+
+
+def test_a_budget_trains() -> None:
+    """Every parameter gets a gradient, detours and all."""
+    module, data = model(ReTreever, budget=7, objective=ObjectiveConfig(detours=0.5)), batch()
+    loss = module.loss(data, module.draws_for(data, torch.Generator().manual_seed(0)))
+    loss.total.backward()
+    assert all(part.isfinite() for part in loss)
+    assert [name for name, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, "8"])
+def test_budgets_that_mean_nothing_are_refused(budget: Any) -> None:
+    """At every place that takes one, in one line; and a refused one changes nothing."""
+    module, data = model(ReTreever, budget=7).eval(), batch()
+    memory = module.encode(data.xc, data.yc)
+    calls: list[Callable[[], object]] = [
+        lambda: model(ReTreever, budget=budget),
+        lambda: module.predict(data.xc, data.yc, data.xt, budget=budget),
+        lambda: module.answer(memory, data.xt, budget=budget),
+        lambda: module.search(memory, data.xt, budget=budget),
+        lambda: module.set_reading(budget=budget),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match=r"^budget: expected an int >= 1, got [^\n]*$"):
+            call()
+    with pytest.raises(InputError, match=r"^retrieval: expected one of policy, full, got [^\n]*$"):
+        module.set_reading("fulll")
+    assert module.config.budget == module.attention.budget == 7 and module.attention.retrieval == "policy"
+
+
+def test_settings_saved_before_there_were_budgets_still_load() -> None:
+    saved = model_to_json(model(ReTreever))
+    assert saved["budget"] is None
+    old = {name: value for name, value in saved.items() if name != "budget"}
+    loaded = model_from_json(json.loads(json.dumps(old)))
+    assert loaded.config == model(ReTreever).config and loaded.attention.budget is None
+    again = model_from_json(json.loads(json.dumps(model_to_json(model(ReTreever).set_reading("full", 9)))))
+    assert (again.attention.retrieval, again.attention.budget) == ("full", 9)
+
+
+@torch.no_grad()
+def test_a_pretrained_model_reads_under_any_budget() -> None:
+    """The weights stay as they are, and more tokens bring its predictions nearer to those from all of them."""
+    module = load_pretrained("gp")
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
+    xc = torch.linspace(-2, 2, 40)[None, :, None]
+    yc, xt = (2 * xc).sin(), torch.linspace(-2, 2, 31)[None, :, None]
+    memory = module.encode(xc, yc)
+    full = module.set_reading("full").answer(memory, xt).mean
+    means = [module.set_reading(budget=budget).answer(memory, xt).mean for budget in (1, 20, 40)]
+    gaps = [float((mean - full).abs().mean()) for mean in means]
+    assert gaps[0] > gaps[1] > gaps[2] and gaps[2] <= 1e-5
+    assert all(torch.equal(weight, before[name]) for name, weight in module.state_dict().items())
+
+
 def test_perceiver_reads_the_context_in_every_block_or_once() -> None:
     iterative, once = model(PerceiverIO, layers=3, latents=5), model(PerceiverIO, layers=3, iterative=False)
     assert len(iterative.distil) == len(iterative.mix) == len(once.mix) == 3 and len(once.distil) == 1
@@ -341,7 +447,9 @@ def test_an_aggregator_of_ones_own_goes_into_the_model() -> None:
     assert module.attention.aggregator is own and module.config.aggregator == "transformer"
     assert ReTreever(module.config, aggregator=own).attention.aggregator is own
     named = model(ReTreever, aggregator="mean")
-    assert named.config.aggregator == "mean" and not list(named.attention.aggregator.parameters())
+    assert named.config.aggregator == "mean" and named.attention.aggregator is None
+    named.loss(batch()).total.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in named.parameters())
     module.loss(batch()).total.backward()
 
 

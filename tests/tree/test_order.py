@@ -17,6 +17,7 @@ from retreever.tree.order import ORDERS, Order, leaf_order
 from retreever.tree.plan import TreePlan
 
 properties = settings(max_examples=200, derandomize=True, deadline=None)
+fewer = settings(properties, max_examples=40)
 seeds = st.integers(0, 10_000)
 Point = Sequence[float]
 # Given (all points, the tokens of one segment, level), the value the segment is sorted by.
@@ -199,6 +200,86 @@ def test_coordinates_of_masked_tokens_are_never_read(order: Order, garbage: floa
     clean, dirty = leaf_order(order, x, mask), leaf_order(order, spoiled, mask)
     for row, length in enumerate(mask.sum(dim=1).tolist()):
         assert torch.equal(clean[row, :length], dirty[row, :length])
+
+
+def families(permutation: Tensor, branch: int, levels: int) -> list[set[frozenset[int]]]:
+    """The tokens below the nodes of every level, whichever comes first."""
+    tokens, n = permutation.tolist(), len(permutation)
+    found = []
+    for segments in (branch**level for level in range(1, levels + 1)):
+        cuts = [part * n // segments for part in range(segments + 1)]
+        found.append({frozenset(tokens[start:stop]) for start, stop in pairwise(cuts)})
+    return found
+
+
+def nested_balls(seed: int, branch: int, dx: int) -> Tensor:
+    """`branch` far balls of `branch` near balls of `branch` points each, on two lines, shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = torch.linalg.qr(torch.randn(dx, dx, generator=generator, dtype=torch.float64))[0][:2]
+    far, near = (torch.arange(branch**3) // branch**2 * 100.0, torch.arange(branch**3) // branch % branch * 10.0)
+    x = torch.stack([far, near], dim=1).double() @ lines + torch.rand(branch**3, dx, generator=generator) / dx
+    return x[torch.randperm(len(x), generator=generator)]
+
+
+@fewer
+@given(st.integers(2, 4), st.integers(2, 12), seeds)
+def test_principal_finds_balls_within_balls_in_any_direction(branch: int, dx: int, seed: int) -> None:
+    """In many coordinates, none of which shows them."""
+    x = nested_balls(seed, branch, dx)
+    found = families(leaf_order("principal", x[None], branch=branch)[0], branch, 2)
+    for size, got in zip((100, 10), found, strict=True):
+        for group in got:
+            points_ = x[sorted(group)]
+            assert float(torch.cdist(points_, points_).max()) < size
+
+
+@fewer
+@given(st.integers(1, 40), st.integers(2, 6), st.integers(2, 4), seeds)
+def test_principal_does_not_see_turns_shifts_or_sizes(n: int, dx: int, branch: int, seed: int) -> None:
+    """Which half comes first may change, what is in it may not."""
+    x = points(seed, 1, n, dx)
+    generator = torch.Generator().manual_seed(seed + 1)
+    turn = torch.linalg.qr(torch.randn(dx, dx, generator=generator, dtype=torch.float64))[0]
+    levels = TreePlan(n, branch).depth
+    expected = families(leaf_order("principal", x, branch=branch)[0], branch, levels)
+    for moved in (x @ turn, x + 3, 1024 * x, -x):
+        assert families(leaf_order("principal", moved, branch=branch)[0], branch, levels) == expected
+
+
+@pytest.mark.parametrize("order", ["kd-widest", "ball", "principal"])
+@pytest.mark.parametrize("exponent", [-40, -20, 20, 40, 56])
+def test_units_of_coordinates_do_not_matter(order: Order, exponent: int) -> None:
+    """Up to the largest that are accepted: a picture in nanometres is ordered like one in metres."""
+    x = points(seed=3, b=1, n=30, dx=3).float()
+    assert torch.equal(leaf_order(order, x * 2.0**exponent), leaf_order(order, x))
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0, 100.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_principal_orders_half_precision(dtype: torch.dtype, scale: float) -> None:
+    """Keys of a model in half precision: balls far apart are found, whatever their size."""
+    x = (nested_balls(0, 2, 8) * scale / 50)[None].to(dtype)
+    found = families(leaf_order("principal", x)[0], 2, 1)
+    assert found == families(leaf_order("principal", x.double())[0], 2, 1)
+
+
+@pytest.mark.parametrize("branch", [2, 3, 5])
+@pytest.mark.parametrize("n", [1, 2, 9, 30])
+def test_principal_takes_points_that_are_all_the_same(n: int, branch: int) -> None:
+    """There is nothing to sort by: the order given stays, also among copies in an order of others."""
+    for value in (0.0, -2.5, 1e6):
+        assert leaf_order("principal", torch.full((2, n, 3), value), branch=branch).tolist() == [list(range(n))] * 2
+    copies = points(seed=4, b=1, n=1, dx=3).expand(1, n, 3)
+    mixed = torch.cat([copies, copies + 10], dim=1)
+    halves = families(leaf_order("principal", mixed)[0], 2, 1)[0]
+    assert halves == {frozenset(range(n)), frozenset(range(n, 2 * n))}
+
+
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != "given"])
+def test_coordinates_may_be_integers(order: Order) -> None:
+    """Pixels of a picture."""
+    x = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(8), indexing="ij"), dim=-1).reshape(1, 32, 2)
+    assert torch.equal(leaf_order(order, x).sort(dim=1).values, torch.arange(32)[None])
 
 
 @pytest.mark.parametrize(

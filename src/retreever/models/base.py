@@ -43,9 +43,7 @@ class Model(nn.Module, ABC):
 
     def answer(self, memory: Any, xt: Targets) -> Distribution:
         """Predictions at `xt` from a prepared context."""
-        if not isinstance(memory, self.memory):
-            reject("memory", f"{self.memory.__name__} made by encode()", type(memory).__name__)
-        check_queries(self, xt, memory.keys.shape[0])
+        check_memory(self, memory, xt)
         return self._answer(memory, xt)
 
     def predict(self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None) -> Distribution:
@@ -86,6 +84,13 @@ def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, che
     else:
         check_tensor("yc", yc, "b n dy", dy=config.dim_y)
         check_float("yc", yc)
+
+
+def check_memory(model: Model, memory: Any, xt: Tensor) -> None:
+    """A memory must be what `encode` returns, and the queries must fit it."""
+    if not isinstance(memory, model.memory):
+        reject("memory", f"{model.memory.__name__} made by encode()", type(memory).__name__)
+    check_queries(model, xt, memory.keys.shape[0])
 
 
 def check_queries(model: Model, xt: Tensor, b: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributions import Distribution
 
 from retreever.arguments import check_bool, check_int
-from retreever.attention import CrossAttention
+from retreever.cross_attention import CrossAttention
 from retreever.models.base import Contexts, Mask, Model, Targets, Values
 from retreever.models.config import ModelConfig, embedding, head, layer_residual, read_out, resolve
 from retreever.nn.blocks import self_attention_block

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -14,9 +14,10 @@ from torch.distributions import Distribution
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention import TreeCrossAttention
+from retreever.attention_inputs import check_budget
 from retreever.batch import Batch
 from retreever.detours import Detours, PerQuery, draw_detours, find_detours
-from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_queries, take_batch
+from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
 from retreever.objective import (
     REWARDS,
@@ -51,6 +52,7 @@ class ReTreeverConfig(ModelConfig):
         axis: coordinate of the order "axis".
         order_seed: of the orders "random" and "projection".
         retrieval: "policy" searches the tree; "full" reads all leaves with the same weights.
+        budget: how many tokens a query may read, one path at least; None reads one path.
         objective: the three-term loss.
     """
 
@@ -61,6 +63,7 @@ class ReTreeverConfig(ModelConfig):
     axis: int = 0
     order_seed: int = 0
     retrieval: Retrieval = "policy"
+    budget: int | None = None
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     def __post_init__(self) -> None:
@@ -69,6 +72,7 @@ class ReTreeverConfig(ModelConfig):
         check_choice("aggregator", self.aggregator, AGGREGATORS)
         check_choice("order", self.order, ORDERS)
         check_choice("retrieval", self.retrieval, RETRIEVALS)
+        check_budget(self.budget)
         check_int("order_seed", self.order_seed, 0)
         check_bool("detach", self.detach)
         if not isinstance(self.objective, ObjectiveConfig):
@@ -130,6 +134,7 @@ class ReTreever(Model):
             aggregator=aggregator if isinstance(aggregator, nn.Module) else c.aggregator,
             detach=c.detach,
             retrieval=c.retrieval,
+            budget=c.budget,
         )
         natural: dict[str, Reward] = {"categorical": "accuracy", "point": "squared-error"}
         default = natural.get(c.head, "log-likelihood")
@@ -137,23 +142,43 @@ class ReTreever(Model):
             check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
 
+    def set_reading(self, retrieval: Retrieval = "policy", budget: int | None = None) -> Self:
+        """Change how trees are read from now on, with the same weights; returns the model."""
+        self.config = replace(self.config, retrieval=retrieval, budget=budget)
+        self.attention.retrieval, self.attention.budget = retrieval, budget
+        return self
+
     def leaf_order(self, xc: Contexts, mask: Mask = None) -> Int[Tensor, "b n"]:
         """Index of the context point of every token in leaf order, for each row; real points first."""
         c = self.config
         return leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
 
+    def answer(self, memory: Tree, xt: Targets, budget: int | None = None) -> Distribution:
+        """Predictions at `xt` from a prepared context; `budget` tokens per query, None takes that of the settings."""
+        check_memory(self, memory, xt)
+        return self.head(self.attention(self.embed.query(xt), memory, budget=budget).output)
+
+    def predict(
+        self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None, budget: int | None = None
+    ) -> Distribution:
+        """Predictions at `xt` given context points (xc, yc); see `answer` and `encode`."""
+        return self.answer(self.encode(xc, yc, mask), xt, budget)
+
     def search(
-        self, memory: Tree, xt: Targets, noise: Float[Tensor, "b m depth"] | None = None
+        self,
+        memory: Tree,
+        xt: Targets,
+        noise: Float[Tensor, "b m depth"] | None = None,
+        budget: int | None = None,
     ) -> TreeCrossAttentionResult:
         """The search behind the predictions at `xt`: paths, selected nodes, probabilities."""
-        if not isinstance(memory, Tree):
-            reject("memory", "a Tree made by encode()", type(memory).__name__)
-        check_queries(self, xt, memory.keys.shape[0])
-        return self.attention(self.embed.query(xt), memory, noise)
+        check_memory(self, memory, xt)
+        return self.attention(self.embed.query(xt), memory, noise, budget=budget)
 
     def tokens(self, n: int) -> int:
-        """Nodes attended to per query: the rejected siblings of a path and one leaf block, or all leaves."""
-        return n if self.config.retrieval == "full" else TreePlan(n, self.config.branch).tokens
+        """Nodes attended to per query: the rejected siblings of a path and one leaf block, more under a budget."""
+        c = self.config
+        return n if c.retrieval == "full" else min(n, max(c.budget or 1, TreePlan(n, c.branch).tokens))
 
     def draws_for(self, batch: Batch, generator: torch.Generator) -> Draws:
         """Draws that fix the paths of `loss`, detours included, for the whole batch."""
@@ -199,7 +224,7 @@ class ReTreever(Model):
             gate=gate,
             detours=self._detours(query, memory, found, draws, weight),
         )
-        if memory.plan.depth:
+        if memory.plan.depth or self.attention.aggregator is None:
             return loss
         # Two tokens need no aggregator, yet processes that train together wait for gradients of all weights.
         unused = [weight.sum() for weight in self.attention.aggregator.parameters()]
@@ -211,6 +236,7 @@ class ReTreever(Model):
             c = self.config
             order = permutation_of(c.order, xc, mask, c.branch, c.axis, c.order_seed)
             tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
+            return replace(self.attention.build(self.encoder(tokens, mask), mask, check=False), order=order)
         return self.attention.build(self.encoder(tokens, mask), mask, check=False)
 
     def _answer(self, memory: Tree, xt: Targets) -> Distribution:

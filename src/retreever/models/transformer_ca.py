@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributions import Distribution
 
-from retreever.attention import CrossAttention
+from retreever.cross_attention import CrossAttention
 from retreever.models.base import Contexts, Mask, Model, Targets, Values
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
 from retreever.results import KeyValues

@@ -1,4 +1,4 @@
-"""Conversion of a trained `nn.MultiheadAttention` into an `AttentionBlock`."""
+"""Settings and weights of trained attention, for an `AttentionBlock` that computes the same."""
 
 from __future__ import annotations
 
@@ -48,3 +48,16 @@ def copy_multihead(attention: nn.MultiheadAttention, block: AttentionBlock) -> N
         block.to_kv.bias.copy_(weights["in_proj_bias"][dim:])
     block.to_out.weight.copy_(weights["out_proj.weight"])
     block.to_out.bias.copy_(weights.get("out_proj.bias", torch.zeros_like(block.to_out.bias)))
+
+
+def block_arguments(block: AttentionBlock) -> dict[str, Any]:
+    """The settings of a module with a block like this one, without dropout."""
+    return {
+        "dim": block.dim,
+        "heads": block.heads,
+        "kdim": block.kdim,
+        "hidden": 0 if block.feed_forward is None else block.feed_forward.down.in_features,
+        "residual": block.residual,
+        "bias": block.to_q.bias is not None,
+        "impl": block.impl,
+    }

@@ -21,9 +21,10 @@ from retreever.errors import BackendError
 
 Impl = Literal["auto", "reference", "triton", "numba"]
 IMPLS: tuple[Impl, ...] = ("auto", "reference", "triton", "numba")
-Operator = Literal["search", "attention", "aggregate"]
+Operator = Literal["search", "frontier", "attention", "aggregate"]
 KERNELS: dict[Operator, tuple[Impl, ...]] = {
     "search": ("triton", "numba"),
+    "frontier": ("triton", "numba"),
     "attention": ("triton",),
     "aggregate": ("triton",),
 }

@@ -58,13 +58,13 @@ def make_aggregator(
     residual: Residual,
     dropout: float,
     impl: Impl = "auto",
-) -> nn.Module:
-    """The aggregator of that name, or the user's own module as it is."""
+) -> nn.Module | None:
+    """The aggregator of that name, or the user's own module as it is; None for "mean", which needs sums alone."""
     if isinstance(aggregator, nn.Module):
         return aggregator
     check_choice("aggregator", aggregator, AGGREGATORS)
     if aggregator == "mean":
-        return MeanAggregator()
+        return None
     return TransformerAggregator(dim, heads, hidden, residual, dropout, impl)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from retreever.arguments import reject
@@ -25,17 +25,23 @@ class Tree:
 
     Attributes:
         plan: the shape.
-        nodes: embeddings, level after level, the leaves last.
+        nodes: embeddings, level after level, the leaves last; None in a tree of means, which has keys and values alone.
         mask: True where a node covers at least one real token; None when every node does.
         keys: projected keys of all nodes.
         values: projected values of all nodes.
+        log_count: logarithm of the number of tokens below every node, if it is added to the scores.
+        counted: the keys with their log counts, for the search of a path.
+        order: the caller's number of every token in leaf order, real ones first; None if they are in the order given.
     """
 
     plan: TreePlan
-    nodes: Float[Tensor, "b t d"]
+    nodes: Float[Tensor, "b t d"] | None
     mask: Bool[Tensor, "b t"] | None
     keys: Float[Tensor, "b t h e"]
     values: Float[Tensor, "b t h e"]
+    log_count: Float[Tensor, "b t"] | None = None
+    counted: Float[Tensor, "b t h e1"] | None = None
+    order: Int[Tensor, "b n"] | None = None
 
 
 def plan_for(n: int, branch: int, ragged: bool) -> TreePlan:
@@ -72,8 +78,8 @@ def build_nodes(
         The plan, the nodes and the node mask (None when all nodes are real).
     """
     plan = plan_for(context.shape[1], branch, mask is not None)
-    leaves, real = _leaves(context, plan, mask)
-    masks = None if real is None else _level_masks(plan, real)
+    leaves, real = leaves_of(context, plan, mask)
+    masks = None if real is None else level_masks(plan, real)
     node_mask = None if masks is None else torch.cat(masks[::-1], dim=1)
     if choose("aggregate", impl, leaves) != "reference":
         weights = plain_weights(aggregator)
@@ -86,7 +92,7 @@ def build_nodes(
     return plan, torch.cat(levels[::-1], dim=1), node_mask
 
 
-def _leaves(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def leaves_of(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Tokens on their leaf slots (b, leaves, d), and which slots are real."""
     if mask is None and plan.full:
         return context, None
@@ -100,7 +106,7 @@ def _leaves(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tenso
     return leaves.masked_fill(~layout.real[..., None], 0), layout.real
 
 
-def _level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Tensor, "b _"]]:
+def level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Tensor, "b _"]]:
     """Masks of all levels, from the leaves up: a node is real when any leaf below it is."""
     levels = [real]
     for parents in (plan.branch**depth for depth in range(plan.depth, 0, -1)):

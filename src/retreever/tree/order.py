@@ -27,8 +27,9 @@ from retreever.batch import without_padding
 from retreever.checks import check_finite, check_mask, check_same, check_tensor
 from retreever.tree.plan import TreePlan, tree_depth
 
-Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projection"]
-ORDERS: tuple[Order, ...] = ("given", "axis", "kd", "kd-widest", "ball", "random", "projection")
+Order = Literal["given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection"]
+ORDERS: tuple[Order, ...] = ("given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection")
+POWER_ITERATIONS = 4
 Coordinates = Float[Tensor, "b n dx"]
 Permutation = Int[Tensor, "b n"]
 # Given (x in current order, segment id of each token, level), the value each segment is sorted by.
@@ -49,7 +50,8 @@ def leaf_order(
     Args:
         order: "given" keeps the order (sequences, time series); "axis" sorts by one coordinate; "kd" splits at the
             median of the axes in turn, "kd-widest" of the widest axis; "ball" splits along the farthest pair, as ball
-            trees do; "random"; "projection" sorts by x @ w with w drawn once from `seed` (ReTreever-KD-RP).
+            trees do; "principal" along the direction in which tokens vary most, for many coordinates; "random";
+            "projection" sorts by x @ w with w drawn once from `seed` (ReTreever-KD-RP).
         x: coordinates of the tokens.
         mask: True where a token is real; others go last.
         branch: children per node of the tree ("kd" and "ball" split into as many parts).
@@ -82,7 +84,12 @@ def permutation_of(
         return _masked_last(_flat_value(order, x, axis, seed).argsort(dim=1, stable=True), mask)
     if x.shape[2] == 1:  # on a line, every k-d or ball tree is one sort
         return _masked_last(x[..., 0].argsort(dim=1, stable=True), mask)
-    keys: dict[str, SplitKey] = {"kd": _cycling_axis, "kd-widest": _widest_axis, "ball": _farthest_pair}
+    keys: dict[str, SplitKey] = {
+        "kd": _cycling_axis,
+        "kd-widest": _widest_axis,
+        "ball": _farthest_pair,
+        "principal": _principal_direction,
+    }
     return _recursive_order(x, mask, branch, keys[order])
 
 
@@ -153,6 +160,19 @@ def _farthest_pair(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n
     first = _farthest_from(x, segment, _reduce(x, segment, "mean"))
     second = _farthest_from(x, segment, first)
     return ((x - first) * (second - first)).sum(dim=2)
+
+
+def _principal_direction(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
+    """Project on the direction in which the tokens of a segment vary most, found by a few power iterations."""
+    x = x if x.dtype.is_floating_point else x.double()
+    centred = x - _reduce(x, segment, "mean")
+    tiny = torch.finfo(x.dtype).tiny
+    centred = centred / _reduce(centred.abs().amax(dim=2, keepdim=True), segment, "amax").clamp_min(tiny)
+    direction = _farthest_from(centred, segment, torch.zeros_like(centred))
+    for _ in range(POWER_ITERATIONS):
+        direction = direction / direction.norm(dim=2, keepdim=True).clamp_min(tiny)
+        direction = _reduce(centred * (centred * direction).sum(dim=2, keepdim=True), segment, "mean")
+    return (centred * direction).sum(dim=2)
 
 
 def _farthest_from(x: Tensor, segment: Tensor, point: Tensor) -> Tensor:

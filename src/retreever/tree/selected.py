@@ -48,6 +48,24 @@ def nodes_scored(
     return (rejected + (rejected > 0)).sum(dim=-1)
 
 
+def frontier_scored(plan: TreePlan, rows: Int[Tensor, "b m s"]) -> Int[Tensor, "b m"]:
+    """Number of nodes scored to leave `rows` (-1 is none): all children above the leaves wherever there was a choice.
+
+    None is scored where all leaves are read.
+    """
+    read = torch.zeros(*rows.shape[:2], plan.nodes + 1, dtype=torch.bool, device=rows.device)
+    read = read.scatter(2, rows.masked_fill(rows < 0, plan.nodes), value=True)
+    opened = read[..., plan.leaf_offset : -1].reshape(*rows.shape[:2], plan.blocks, plan.block).any(dim=3)
+    scored = torch.zeros_like(rows[..., 0])
+    for level in range(plan.depth, 0, -1):
+        nodes = plan.branch**level
+        present = opened | read[..., plan.offsets[level] : plan.offsets[level] + nodes]
+        children = present.reshape(*rows.shape[:2], nodes // plan.branch, plan.branch).sum(dim=3)
+        scored = scored + children.masked_fill(children < 2, 0).sum(dim=2)
+        opened = children > 0
+    return scored.masked_fill(((rows < 0) | (rows >= plan.leaf_offset)).all(dim=2), 0)
+
+
 def _stack(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(parts, dim=-1) if parts else like.new_empty(*like.shape, 0)
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retreever.arguments import check_int
-from retreever.attention import CrossAttention, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
+from retreever.cross_attention import CrossAttention
 from retreever.lab.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels, lines_of
 from retreever.lab.bench.options import AttentionBench
 from retreever.lab.bench.paper import paper_rows, paper_table

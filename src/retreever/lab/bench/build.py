@@ -54,7 +54,7 @@ def build_rows(run: Run, module: TreeCrossAttention, n: int, mode: Mode) -> Rows
 
 def matrix_products(run: Run, module: TreeCrossAttention, plan: TreePlan) -> Call:
     """A call of the matrix products of all linear layers of a build, into preallocated memory."""
-    inner = [layer for layer in module.aggregator.modules() if isinstance(layer, nn.Linear)]
+    inner = [layer for layer in aggregator_of(module).modules() if isinstance(layer, nn.Linear)]
     levels = [plan.leaves, *(plan.branch**level for level in range(plan.depth, 1, -1))] if plan.depth else []
     layers = [(rows, layer) for rows in levels for layer in inner] + [(plan.nodes, module.block.to_kv)]
     jobs = [
@@ -69,6 +69,12 @@ def matrix_products(run: Run, module: TreeCrossAttention, plan: TreePlan) -> Cal
     return multiply
 
 
+def aggregator_of(module: TreeCrossAttention) -> nn.Module:
+    """The aggregator, which a tree of means does not have."""
+    assert module.aggregator is not None
+    return module.aggregator
+
+
 def part_rows(run: Run, module: TreeCrossAttention) -> Rows:
     """Rows of what the paper times at 256 tokens: layout and aggregation of the tree."""
     context = run.randn(1, PAPER_TOKENS, module.block.to_kv.in_features)
@@ -79,7 +85,7 @@ def part_rows(run: Run, module: TreeCrossAttention) -> Rows:
 
     methods: dict[str, Sequence[Call]] = {
         LAYOUT: [layout],
-        AGGREGATE: [partial(build_nodes, context, module.aggregator, module.branch)],
+        AGGREGATE: [partial(build_nodes, context, aggregator_of(module), module.branch)],
         WHOLE: [partial(module.build, context)],
     }
     timings = time_together(methods, run.device, "eager", run.limits)

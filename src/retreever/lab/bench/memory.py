@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retreever.attention import CrossAttention, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
+from retreever.cross_attention import CrossAttention
 from retreever.errors import BackendError
 from retreever.lab.bench.figures import CACHED, RAW, TREE, Panel, draw_panels, lines_of
 from retreever.lab.bench.machine import describe
@@ -48,7 +49,7 @@ def memory_rows(run: Run, options: MemoryBench, n: int) -> Rows:
     context = run.randn(1, n, dim)
     tree, cached = tree_module.build(context), full_module.build(context)
     stored = {
-        TREE: size_of(tree.nodes, tree.keys, tree.values),
+        TREE: size_of(tree.keys, tree.values),
         CACHED: size_of(cached.keys, cached.values),
         RAW: size_of(context),
     }

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from retreever.attention import CrossAttention, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
+from retreever.cross_attention import CrossAttention
 from retreever.lab.bench.report import Rows, Run, progress, quantity, timed, times
 from retreever.lab.bench.timing import Call, time_together
 from retreever.lab.tables import Table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
-Order = Literal["given", "axis", "kd", "kd-widest", "ball", "random", "projection"]
+Order = Literal["given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection"]
 KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # names of the copy task for models without an encoder
 
 
@@ -44,6 +44,8 @@ class SearchSettings:
 
     branch: int = 2
     """Children per tree node."""
+    budget: int | None = None
+    """Tokens a query may read, one path at least; None reads one path."""
     reward: Literal["log-likelihood", "squared-error", "accuracy", "cross-entropy"] = "log-likelihood"
     """Reward of the tree search."""
     lambda_rl: float = 1.0
@@ -79,7 +81,7 @@ def make_model(
         latents = model.latents or TreePlan(context, search.branch).tokens
         return PerceiverIO(PerceiverIOConfig(**shared, latents=latents))
     objective = ObjectiveConfig(reward=search.reward, lambda_rl=search.lambda_rl, lambda_ca=search.lambda_ca)
-    tree: Any = {"order": model.order, "axis": model.axis, "branch": search.branch}
+    tree: Any = {"order": model.order, "axis": model.axis, "branch": search.branch, "budget": search.budget}
     config = ReTreeverConfig(**shared, **tree, objective=objective)
     if published:
         config = config.as_published()
@@ -99,6 +101,7 @@ def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Orde
         "ce" if searches and search.reward == "cross-entropy" else "",
         f"{model.order}{axis}" if model.order != natural_order else "",
         f"branch{search.branch}" if search.branch != 2 else "",
+        f"budget{search.budget}" if searches and search.budget else "",
         *(f"{name}{value:g}" for name, value in weights if value != 1),
     )
     return "-".join(mark for mark in marks if mark)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
 FORMAT = 2  # of config.json; version 0.1 wrote no number
+LATER: dict[str, Any] = {"budget": None}  # settings that older runs of this format do not have
 Preset = Literal["default", "paper"]
 PRESETS: tuple[Preset, ...] = ("default", "paper")
 
@@ -97,7 +98,7 @@ def recipe_from_json(saved: dict[str, Any]) -> Recipe:
         raise ConfigError(f"config.json: expected a task of {', '.join(TASKS)}, got {task!r}")
     if saved.get("format", FORMAT) != FORMAT:
         raise ConfigError(f"config.json: format: expected {FORMAT}, got {saved['format']!r}")
-    values = {key: value for key, value in saved.items() if key not in ("format", "task")}
+    values = LATER | {key: value for key, value in saved.items() if key not in ("format", "task")}
     if "format" in saved:
         for name in setting_names(task):
             if name not in values:

@@ -20,3 +20,5 @@ class SearchInputs(NamedTuple):
     node_mask: Bool[Tensor, "b t"] | None = None
     noise: Float[Tensor, "b m depth"] | None = None
     choices: Int[Tensor, "b m depth"] | None = None
+    log_count: Float[Tensor, "b t"] | None = None
+    counted: Float[Tensor, "b t h e1"] | None = None  # made of keys and log counts by `counted_keys`

@@ -36,7 +36,7 @@ def kernel(function: Callable[..., None]) -> Any:
     Numba invalidates its cache when the file of `function` changes, not when the functions it calls do; so the name in
     the cache contains a checksum of all kernel sources.
     """
-    sources = sorted(Path(__file__).parent.glob("*_numba.py"))
+    sources = sorted(Path(__file__).parent.parent.rglob("*_numba.py"))
     function.__qualname__ += f"_{zlib.crc32(b''.join(source.read_bytes() for source in sources)):08x}"
     try:
         return _jit(function, nogil=True, cache=True)
@@ -147,6 +147,19 @@ def total(_typing: Any, a: Any) -> Any:
         args = [ir.Constant(kind.element, -0.0), values[0]]
         # Without `reassoc` the lanes would be added one after the other.
         return call_llvm(builder, "llvm.vector.reduce.fadd", kind.element, args, suffix(kind), fastmath=("reassoc",))
+
+    return a.dtype(a), codegen
+
+
+@intrinsic
+def highest(_typing: Any, a: Any) -> Any:
+    """The maximum over the lanes; none of them may be NaN."""
+
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
+        kind = values[0].type
+        return call_llvm(
+            builder, "llvm.vector.reduce.fmax", kind.element, [values[0]], suffix(kind), fastmath=("nnan",)
+        )
 
     return a.dtype(a), codegen
 

@@ -56,7 +56,7 @@ _int64 = torch.int64
 
 def search_numba(inputs: SearchInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, path, log_prob and entropy of every query."""
-    q, keys, values, plan, node_mask, noise, choices = inputs
+    q, keys, values, plan, node_mask, noise, choices = inputs[:7]
     if (
         _compiling()
         or not (type(q) is type(keys) is type(values) is Tensor)  # fake tensors, parameters, users' own classes

@@ -23,7 +23,7 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def search_triton(inputs: SearchInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output, path, log_prob and entropy of every query."""
-    q, keys, values, plan, node_mask, noise, choices = inputs
+    q, keys, values, plan, node_mask, noise, choices = inputs[:7]
     shape = (plan.branch, plan.depth, plan.block)
     if torch.compiler.is_compiling() or type(q) is not Tensor or _needs_gradient(q, keys, values):
         return _forward(q, keys, values, node_mask, noise, choices, *shape)[:4]

@@ -20,7 +20,7 @@ def search_reference(
 
     Half precision is computed in float32; log_prob and entropy are returned in float32, the output in the dtype of q.
     """
-    q, keys, values, plan, node_mask, noise, choices = inputs
+    q, keys, values, plan, node_mask, noise, choices, log_count = inputs[:8]
     b, m = q.shape[:2]
     dtype, q = q.dtype, q.to(torch.promote_types(q.dtype, torch.float32))
     path = torch.zeros(b, m, dtype=torch.int64, device=q.device)
@@ -28,7 +28,7 @@ def search_reference(
     scores, rows = [], []
     for level in range(1, plan.depth + 1):
         children = plan.offsets[level] + path[..., None] * plan.branch + _range(plan.branch, path)
-        level_scores = _score(q, keys, node_mask, children)
+        level_scores = _score(q, keys, node_mask, children, log_count)
         policy = level_scores.softmax(dim=2).mean(dim=3)  # (b, m, k): head mean of the attention weights
         chosen = _choose(policy, None if noise is None else noise[..., level - 1])
         if choices is not None:
@@ -42,7 +42,7 @@ def search_reference(
         rows.append(children)
         path = path * plan.branch + chosen
     leaves = plan.leaf_offset + path[..., None] * plan.block + _range(plan.block, path)
-    scores.append(_score(q, keys, node_mask, leaves))
+    scores.append(_score(q, keys, node_mask, leaves, log_count))
     rows.append(leaves)
     weights = torch.cat(scores, dim=2).softmax(dim=2)  # (b, m, s, h)
     picked = _rows(values, torch.cat(rows, dim=2), node_mask)  # (b, m, s, h, e)
@@ -63,10 +63,17 @@ def _rows(
 
 
 def _score(
-    q: Float[Tensor, "b m h e"], keys: Float[Tensor, "b t h e"], mask: Tensor | None, index: Int[Tensor, "b m s"]
+    q: Float[Tensor, "b m h e"],
+    keys: Float[Tensor, "b t h e"],
+    mask: Tensor | None,
+    index: Int[Tensor, "b m s"],
+    log_count: Float[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b m s h"]:
-    """Scaled dot products of each query with the nodes of `index`; -inf at nodes that are padding."""
+    """Scaled dot products of each query with the nodes of `index`, plus their log count; -inf at padding."""
     scores = (q[:, :, None] * _rows(keys, index, mask)).sum(dim=-1) * q.shape[-1] ** -0.5
+    if log_count is not None:
+        batch = torch.arange(len(log_count), device=log_count.device)[:, None, None]
+        scores = scores + log_count[batch, index][..., None]
     if mask is None:
         return scores
     batch = torch.arange(mask.shape[0], device=mask.device)[:, None, None]

@@ -1,0 +1,1 @@
+"""Reading budgets: the nodes of a tree that a query reads when it may read more than one path leaves."""

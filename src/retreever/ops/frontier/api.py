@@ -1,0 +1,130 @@
+"""Attention to the nodes that a reading budget leaves: one path and, level by level, what promises most beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from retreever.arguments import reject
+from retreever.ops.backend import Impl, choose, transformed
+from retreever.ops.frontier.reference import frontier_reference
+from retreever.ops.search.inputs import SearchInputs
+from retreever.ops.search.reference import _rows, _score
+from retreever.tree.budget import Spread, slots, spread
+from retreever.tree.plan import TreePlan
+
+Expand = Callable[[SearchInputs, Tensor, int, Spread], tuple[Tensor, Tensor, Tensor]]
+
+
+class Part(NamedTuple):
+    """Attention to a part of the tokens: merged with other parts by its log-sum-exp, it is attention to all of them."""
+
+    output: Float[Tensor, "b m h e"]
+    lse: Float[Tensor, "b m h"]
+
+
+def read_budget(
+    inputs: SearchInputs, path: Int[Tensor, "b m"], budget: int, impl: Impl
+) -> tuple[Part, Int[Tensor, "b m s"]]:
+    """Attention to the nodes that `budget` leaves, and their rows, -1 where there are fewer."""
+    name = choose("frontier", impl, inputs.q)
+    q, keys, values, plan, node_mask = inputs[:5]
+    tensors = (q.detach(), keys.detach(), values.detach(), node_mask, inputs.log_count, path)
+    sizes = (plan.n, plan.branch, plan.block, budget, name)
+    if name == "reference" or transformed():
+        plain = inputs._replace(q=tensors[0], keys=tensors[1], values=tensors[2])
+        rows = frontier_reference(plain, path, budget, spread(plan, budget, node_mask))
+    else:
+        output, lse, rows = (_run_op if torch.compiler.is_compiling() else _run)(*tensors, *sizes)
+        if not _needs_gradient(inputs):
+            return Part(output, lse), rows
+    return read_rows(inputs, rows), rows
+
+
+def _run(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    node_mask: Tensor | None,
+    log_count: Tensor | None,
+    path: Tensor,
+    n: int,
+    branch: int,
+    block: int,
+    budget: int,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp per head and rows of the nodes read, by the kernels of a backend, without gradients."""
+    plan = TreePlan(n, branch, block)
+    inputs = SearchInputs(q, keys, values, plan, node_mask, log_count=log_count)
+    open_ = spread(plan, budget, node_mask)
+    expand = _load(backend, inputs, open_)
+    if expand is not None:
+        return expand(inputs, path, budget, open_)
+    rows = frontier_reference(inputs, path, budget, open_)
+    return *read_rows(inputs, rows), rows
+
+
+_run_op = torch.library.custom_op("retreever::read_budget", _run, mutates_args=())
+
+
+@_run_op.register_fake
+def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    b, m, h, _ = q.shape
+    path, n, branch, block, budget, _ = rest[4:]
+    lse = q.new_empty(b, m, h, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.empty_like(q), lse, path.new_empty(b, m, slots(TreePlan(n, branch, block), budget))
+
+
+def read_rows(inputs: SearchInputs, rows: Int[Tensor, "b m s"]) -> Part:
+    """Attention to the nodes in `rows` (-1 is no node), in plain torch, with gradients."""
+    q = inputs.q.to(torch.promote_types(inputs.q.dtype, torch.float32))
+    real, node = rows >= 0, rows.clamp_min(0)
+    scores = _score(q, inputs.keys, inputs.node_mask, node, inputs.log_count)
+    scores = scores.masked_fill(~real[..., None], -torch.inf)
+    picked = _rows(inputs.values, node, inputs.node_mask).masked_fill(~real[..., None, None], 0)
+    output = (scores.softmax(dim=2)[..., None] * picked).sum(dim=2)
+    return Part(output.to(inputs.q.dtype), scores.logsumexp(dim=2))
+
+
+def read_all(inputs: SearchInputs) -> Part:
+    """Attention to all leaves with its log-sum-exp, in plain torch; padding holds finite numbers."""
+    plan, dtype = inputs.plan, torch.promote_types(inputs.q.dtype, torch.float32)
+    leaves = slice(plan.leaf_offset, None)
+    q, keys, values = (x.to(dtype) for x in (inputs.q, inputs.keys[:, leaves], inputs.values[:, leaves]))
+    scores = torch.einsum("bmhe,bnhe->bmhn", q, keys) * q.shape[-1] ** -0.5
+    if inputs.node_mask is not None:
+        scores = scores.masked_fill(~inputs.node_mask[:, None, None, leaves], -torch.inf)
+    output = torch.einsum("bmhn,bnhe->bmhe", scores.softmax(dim=-1), values)
+    return Part(output.to(inputs.q.dtype), scores.logsumexp(dim=-1))
+
+
+def merge_parts(parts: list[Part]) -> Part:
+    """Attention to the union of disjoint parts, exactly: each weighs exp(lse - largest lse)."""
+    if not parts:
+        reject("parts", "at least one", "none")
+    lse = torch.stack([part.lse for part in parts])
+    output = (lse.softmax(dim=0)[..., None] * torch.stack([part.output for part in parts])).sum(dim=0)
+    return Part(output.to(parts[0].output.dtype), lse.logsumexp(dim=0))
+
+
+def _needs_gradient(inputs: SearchInputs) -> bool:
+    wanted = inputs.q.requires_grad or inputs.keys.requires_grad or inputs.values.requires_grad
+    return torch.is_grad_enabled() and wanted
+
+
+def _load(name: str, inputs: SearchInputs, open_: Spread) -> Expand | None:
+    """The kernels of a backend; None where it has none for these inputs."""
+    if name == "triton":
+        from retreever.ops.frontier.launch_triton import expand_triton, fits_triton
+
+        return expand_triton if fits_triton(inputs, open_) else None
+    if name == "numba":
+        from retreever.ops.frontier.launch_numba import expand_numba
+
+        return expand_numba
+    return None

@@ -1,0 +1,80 @@
+"""The frontier of a budgeted search in plain torch: every other backend is tested against it. Any dtype, any device.
+
+The tree is opened level by level. Of the children of the nodes opened above, a level opens the one on the path and then
+those with the largest share of the attention among them all (mean over heads), as many as its width allows
+(tree/budget.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from retreever.ops.search.inputs import SearchInputs
+from retreever.ops.search.reference import _range, _score
+from retreever.tree.budget import Spread, slots
+from retreever.tree.plan import TreePlan
+from retreever.tree.selected import leaf_nodes, path_nodes
+
+Rows = Int[Tensor, "b m s"]
+
+
+def frontier_reference(inputs: SearchInputs, path: Int[Tensor, "b m"], budget: int, open_: Spread) -> Rows:
+    """Rows of the nodes that at most `budget` tokens leave to read, ascending, -1 where there are fewer."""
+    plan = inputs.plan
+    inputs = inputs._replace(q=inputs.q.to(torch.promote_types(inputs.q.dtype, torch.float32)))
+    taken = path_nodes(plan, path)
+    opened = torch.full_like(path, -1)[..., None]  # the root; plan.nodes is no node
+    left = []
+    for level, most in enumerate(open_.widest, start=1):
+        rows, scores, real = _children(inputs, opened, level, plan.branch)
+        share = scores.softmax(dim=2).mean(dim=3).masked_fill(~real, -torch.inf)
+        share = share.masked_fill(rows == taken[..., level - 1, None], torch.inf)
+        opens = _first(share, _width(open_, level, rows)) & real
+        left.append(rows.masked_fill(opens | ~real, plan.nodes))
+        opened = rows.masked_fill(~opens, plan.nodes).sort(dim=2).values[..., :most]
+    rows, _, real = _children(inputs, opened, plan.depth + 1, plan.block)
+    left.append(rows.masked_fill(~real, plan.nodes))
+    found = _packed(torch.cat(left, dim=2), slots(plan, budget), plan)
+    if open_.own is None:
+        return found
+    leaves = leaf_nodes(plan, path, inputs.node_mask)
+    every = _packed(leaves.masked_fill(leaves < 0, plan.nodes), found.shape[2], plan)
+    return torch.where((open_.own < 0)[:, None, None], every, found)
+
+
+def _children(
+    inputs: SearchInputs, parents: Rows, level: int, count: int
+) -> tuple[Rows, Float[Tensor, "b m s h"], Bool[Tensor, "b m s"]]:
+    """Rows and scores of the children of nodes, `count` each on `level`, and which are real; others score -inf."""
+    plan, mask = inputs.plan, inputs.node_mask
+    above = plan.offsets[level - 1] if level > 1 else -1  # the root's row
+    rows = (plan.offsets[level] + (parents - above)[..., None] * count + _range(count, parents)).flatten(2)
+    real = (parents < plan.nodes).repeat_interleave(count, dim=2)
+    at = torch.where(real, rows, 0)
+    if mask is not None:
+        real = real & mask.gather(1, at.flatten(1)).view_as(at)
+    scores = _score(inputs.q, inputs.keys, mask, at, inputs.log_count)
+    return rows, scores.masked_fill(~real[..., None], -torch.inf), real
+
+
+def _width(open_: Spread, level: int, like: Tensor) -> Int[Tensor, "b 1 1"] | int:
+    if open_.own is None:
+        return open_.table[-1][level - 1]
+    column = torch.tensor([row[level - 1] for row in open_.table], device=like.device)
+    return column[open_.own.clamp_min(0)][:, None, None]
+
+
+def _first(share: Float[Tensor, "b m s"], width: Tensor | int) -> Bool[Tensor, "b m s"]:
+    """Whether a node is among the `width` of largest share; of equals the earlier ones are."""
+    rank = share.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+    return rank < width
+
+
+def _packed(rows: Rows, count: int, plan: TreePlan) -> Rows:
+    """The first `count` rows, ascending; -1 in place of plan.nodes, which is no node."""
+    found = rows.sort(dim=2).values[..., :count]
+    found = F.pad(found, (0, count - found.shape[2]), value=plan.nodes)
+    return found.masked_fill(found == plan.nodes, -1)

@@ -1,0 +1,63 @@
+"""Trees of means: every node is the mean of the keys and values of the tokens below it, built by sums alone.
+
+With the logarithm of its number of tokens added to its score, such a node stands for all of them in an attention that
+was trained without a tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from retreever.tree.build import leaves_of, level_masks, plan_for
+from retreever.tree.plan import TreePlan
+
+Heads = Float[Tensor, "b _ h e"]
+
+
+def mean_tree(
+    keys: Float[Tensor, "b n h e"], values: Float[Tensor, "b n h e"], branch: int, mask: Bool[Tensor, "b n"] | None
+) -> tuple[TreePlan, Heads, Heads, Bool[Tensor, "b t"] | None]:
+    """Plan, keys and values of all nodes over tokens in leaf order, and node mask. Padding holds finite numbers."""
+    b, n, h, e = keys.shape
+    plan = plan_for(n, branch, mask is not None)
+    leaves, real = leaves_of(torch.stack([keys, values], dim=2).flatten(2), plan, mask)
+    levels, node_mask = [leaves], None
+    if real is None:  # all blocks are full, so that means of means are means
+        for level in range(plan.depth, 0, -1):
+            levels.append(_grouped(levels[-1], plan.branch**level).mean(dim=2))
+    else:
+        masks = level_masks(plan, real)
+        node_mask = torch.cat(masks[::-1], dim=1)
+        counts = _counts(plan, real, torch.promote_types(leaves.dtype, torch.float32))
+        sums = leaves.to(counts[0].dtype)
+        for level, count in zip(range(plan.depth, 0, -1), counts[1:], strict=True):
+            sums = _grouped(sums, plan.branch**level).sum(dim=2)
+            levels.append((sums / count.clamp_min(1)[..., None]).to(leaves.dtype))
+    nodes = torch.cat(levels[::-1], dim=1).view(b, plan.nodes, 2, h, e)
+    return plan, nodes[:, :, 0], nodes[:, :, 1], node_mask
+
+
+def log_counts(plan: TreePlan, node_mask: Bool[Tensor, "b t"] | None, like: Tensor) -> Float[Tensor, "b t"]:
+    """Logarithm of the number of real tokens below every node, at least 0."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if node_mask is None:
+        real = torch.ones(1, plan.leaves, dtype=torch.bool, device=like.device)
+    else:
+        real = node_mask[:, plan.leaf_offset :]
+    counts = torch.cat(_counts(plan, real, dtype)[::-1], dim=1)
+    return counts.clamp_min(1).log().expand(like.shape[0], -1)
+
+
+def _counts(plan: TreePlan, real: Bool[Tensor, "b leaves"], dtype: torch.dtype) -> list[Float[Tensor, "b _"]]:
+    """Real tokens below the nodes of every level, from the leaves up."""
+    counts = [real.to(dtype)]
+    for level in range(plan.depth, 0, -1):
+        counts.append(_grouped(counts[-1], plan.branch**level).sum(dim=2))
+    return counts
+
+
+def _grouped(level: Float[Tensor, "b nodes *c"], parents: int) -> Float[Tensor, "b parents k *c"]:
+    """The nodes of a level by their parents."""
+    return level.reshape(level.shape[0], parents, -1, *level.shape[2:])
