@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -142,7 +142,7 @@ class ReTreever(Model):
             check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
 
-    def set_reading(self, retrieval: Retrieval = "policy", budget: int | None = None) -> Self:
+    def set_reading(self, retrieval: Retrieval = "policy", budget: int | None = None) -> ReTreever:
         """Change how trees are read from now on, with the same weights; returns the model."""
         self.config = replace(self.config, retrieval=retrieval, budget=budget)
         self.attention.retrieval, self.attention.budget = retrieval, budget
@@ -156,7 +156,9 @@ class ReTreever(Model):
     def answer(self, memory: Tree, xt: Targets, budget: int | None = None) -> Distribution:
         """Predictions at `xt` from a prepared context; `budget` tokens per query, None takes that of the settings."""
         check_memory(self, memory, xt)
-        return self.head(self.attention(self.embed.query(xt), memory, budget=budget).output)
+        if budget is not None:
+            check_budget(budget)
+        return self.head(self.attention(self.embed.query(xt), memory, budget=budget, check=False).output)
 
     def predict(
         self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None, budget: int | None = None

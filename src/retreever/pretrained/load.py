@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -12,7 +13,6 @@ from retreever.errors import CheckpointError, ConfigError
 from retreever.models.base import Model
 from retreever.models.saved import model_from_json
 from retreever.pretrained.card import MAX_BYTES, Card, read_bytes, read_card, weights_folder
-from retreever.train.checkpoint import decode_tensors
 from retreever.train.state import check_buildable
 
 
@@ -58,4 +58,7 @@ def _tensors(file: str, data: bytes, card: Card) -> dict[str, Tensor]:
         raise CheckpointError(f"{file}: size: expected {card.size} bytes, got {len(data)}")
     if (found := sha256(data).hexdigest()) != card.sha256:
         raise CheckpointError(f"{file}: sha256: expected {card.sha256}, got {found}")
-    return decode_tensors(file, data)
+    try:
+        return safetensors.torch.load(data)
+    except (safetensors.SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{file}: expected a safetensors file, got {error}") from None

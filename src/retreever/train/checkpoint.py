@@ -94,7 +94,7 @@ def load_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> tup
     state = _parse(folder / STATE, _verified(folder / STATE, *files[STATE]))
     if not isinstance(state, dict):
         refuse(folder / STATE, "a JSON object", type(state).__name__)
-    tensors = decode_tensors(folder / TENSORS, _verified(folder / TENSORS, *files[TENSORS]))
+    tensors = _decode(folder / TENSORS, _verified(folder / TENSORS, *files[TENSORS]))
     check_fits(folder / TENSORS, tensors, wanted)
     return {key: tensors[key].to(device) for key in wanted}, state
 
@@ -263,8 +263,7 @@ def _verified(file: Path, size: int, digest: str) -> bytes:
     return data
 
 
-def decode_tensors(file: str | Path, data: bytes) -> dict[str, Tensor]:
-    """The tensors in the bytes of a safetensors file; raises `CheckpointError` if they are not one."""
+def _decode(file: Path, data: bytes) -> dict[str, Tensor]:
     if (header := int.from_bytes(data[:8], "little")) > (limit := min(MAX_HEADER, len(data) - 8)):
         refuse(file, f"a header of at most {limit} bytes", header)
     try:

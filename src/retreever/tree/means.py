@@ -60,4 +60,4 @@ def _counts(plan: TreePlan, real: Bool[Tensor, "b leaves"], dtype: torch.dtype) 
 
 def _grouped(level: Float[Tensor, "b nodes *c"], parents: int) -> Float[Tensor, "b parents k *c"]:
     """The nodes of a level by their parents."""
-    return level.reshape(level.shape[0], parents, -1, *level.shape[2:])
+    return level.reshape(level.shape[0], parents, level.shape[1] // parents, *level.shape[2:])

@@ -128,7 +128,7 @@ def searched(impl: Impl, device: str, dtype: torch.dtype, plan: TreePlan, sample
         gradients = torch.autograd.grad(loss, tensors)
     named = plain._asdict() | {f"{name} in training": value for name, value in found._asdict().items()}
     named |= {f"gradient of {name}": value for name, value in zip(("q", "keys", "values"), gradients, strict=True)}
-    return {name: value.detach().cpu().double() for name, value in named.items()}
+    return {name: value.detach().cpu().double() for name, value in named.items() if value is not None}
 
 
 def _flat(device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -157,7 +157,7 @@ def attention_errors(device: str) -> list[Error] | str:
         output = attention(tensors[0], tensors[1], tensors[2], mask, impl=impl)
         gradients = torch.autograd.grad(output.square().sum(), tensors)
         named = dict(zip(("output", "q", "keys", "values"), (output, *gradients), strict=True))
-        return {name: value.detach().cpu().double() for name, value in named.items()}
+        return {name: value.detach().cpu().double() for name, value in named.items() if value is not None}
 
     found, exact = (attended(*kind) for kind in _pair("triton", device, torch.float32))
     return compare(found, exact, _product_limits(device))
