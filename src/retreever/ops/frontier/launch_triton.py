@@ -7,13 +7,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from retreever.ops.backend import interpreting
 from retreever.ops.frontier import kernels_triton as kernels
 from retreever.ops.launching_triton import on_device_of
 from retreever.ops.search.inputs import SearchInputs
+from retreever.ops.search.tiles_triton import Operands
 from retreever.tree.budget import Spread, slots
 from retreever.tree.plan import TreePlan
 
 LARGEST = 32_768  # numbers in a tile of children
+COMPILED = not interpreting()
 
 
 def fits_triton(inputs: SearchInputs, spread: Spread) -> bool:
@@ -24,23 +27,22 @@ def fits_triton(inputs: SearchInputs, spread: Spread) -> bool:
 
 def expand_triton(inputs: SearchInputs, path: Tensor, budget: int, spread: Spread) -> tuple[Tensor, Tensor, Tensor]:
     """Output, logsumexp per head and rows of the nodes read (-1 where unused), without gradients."""
-    q, keys, values, plan, mask, *_ = inputs
+    q, plan, counts = inputs.q, inputs.plan, inputs.log_count
     b, m, h, e = q.shape
-    q, keys, values = _dense(q), _dense(keys), _dense(values)
+    operands = Operands(q, inputs.keys, inputs.values, inputs.node_mask)
     rows = torch.empty(b, m, slots(plan, budget), dtype=torch.int64, device=q.device)
     output = torch.empty(b, m, h, e, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, m, h, dtype=torch.float32, device=q.device)
-    cells, width = _cells(plan, spread), _width(plan)
-    shares = torch.empty(b * m, plan.depth, cells, dtype=torch.float32, device=q.device)
-    counts = None if inputs.log_count is None else inputs.log_count.float().contiguous()
+    cells, row = _cells(plan, spread), _power(h) * _power(e)
+    if counts is not None:
+        counts = counts.float() if counts.stride(1) == 1 else counts.float().contiguous()
     with on_device_of(q):
         kernels.expand[(b * m,)](
-            q, keys, values, None if mask is None else mask.contiguous(), counts, path.contiguous(), spread.own,
-            _table(spread.table, q.device), rows, output, lse, shares,
-            m, plan.depth, plan.block, plan.blocks, plan.leaf_offset, plan.nodes, rows.shape[2],
-            *q.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-            q.stride(2), keys.stride(2), values.stride(2), plan.branch, width, cells,
-            h, e, _power(h), _power(e), num_warps=min(8, max(1, cells * _power(h) * _power(e) // 256)),
+            *operands.tensors, counts, path.contiguous(), spread.own, _table(spread.table, q.device), rows, output, lse,
+            m, plan.depth, plan.block, plan.blocks, plan.leaf_offset, rows.shape[2],
+            0 if counts is None else counts.stride(0), *operands.strides,
+            operands.unit, *operands.head_strides, plan.branch, _width(plan), cells, max(1, 1024 // row), h, e,
+            _power(h), _power(e), COMPILED, num_warps=_warps(cells * row),
         )  # fmt: skip
     return output, lse, rows
 
@@ -52,16 +54,17 @@ def _table(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
         return torch.tensor(table, dtype=torch.int32).reshape(len(table), -1).to(device)
 
 
+def _warps(numbers: int) -> int:
+    """Measured on an H200: few numbers a thread, until the warps wait for each other longer than for their loads."""
+    return min(4 if numbers <= 4096 else 8, max(1, numbers // 256))
+
+
 def _width(plan: TreePlan) -> int:
     return _power(max(plan.branch, plan.block))
 
 
 def _cells(plan: TreePlan, spread: Spread) -> int:
     return _power(max(spread.widest, default=1)) * _width(plan)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _power(size: int) -> int:
