@@ -18,6 +18,7 @@ Points = Sequence[tuple[int, float]]
 
 # Names of methods in JSON; every figure shows a method in the same style.
 TREE, FULL, PERCEIVER, REFERENCE = "tree", "all tokens", "perceiver", "plain torch"
+BUDGET = "tree, 4x tokens"
 CACHED, RAW = "all tokens, cached", "all tokens, raw"
 BUILD, PRODUCTS, BUILD_GRAPH, PRODUCTS_GRAPH = "build", "products", "build, graph", "products, graph"
 _BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _GREY = PALETTE
@@ -33,6 +34,7 @@ class _Look(NamedTuple):
 
 _LOOKS = {
     TREE: _Look("Tree Cross Attention", _BLUE, "-", "o", 2.4),
+    BUDGET: _Look("Tree Cross Attention, budget of 4 times one path", _SKY, "-", "P", 1.8),
     FULL: _Look("cross attention over all tokens, keys and values cached", _RED, "-", "s", 2.0),
     CACHED: _Look(
         "cross attention over all tokens, keys and values cached", _RED, "-", "", 4.8
