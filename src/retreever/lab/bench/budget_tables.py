@@ -43,9 +43,8 @@ def budget_table(rows: list[Row]) -> Table:
         other = plus_minus(readings[0]["all_tokens"], readings[0]["all_tokens_std"], digits)
         fallen = f"{number(drop['drop'], digits)}{', WORSE' if drop['worse'] else ''}"
         lines.append((f"{weights}, {test}", *(shown.get(name) for name in (*names, ALL)), other, fallen))
-    hardware, data = (
-        ", ".join(dict.fromkeys(filter(None, (row[key] for row in rows)))) for key in ("hardware", "data")
-    )
+    hardware = ", ".join(dict.fromkeys(row["hardware"] for row in rows))
+    data = ", ".join(dict.fromkeys((row["data"] or "not named").partition(":")[0] for row in rows))
     return Table(
         "Score with the same weights, and tokens read per query on average",
         ("weights, test", *names, ALL, OTHER, "largest drop"),
@@ -80,7 +79,7 @@ def draw_budgets(rows: list[Row], file: Path) -> Path:
         axis.set_xscale("log")
         axis.set_xlim(*axis_limits(tokens))
         ticks = ticks_of(tokens)
-        axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+        axis.set_xticks(ticks, [f"{tick:.{int(tick < 10)}f}" for tick in ticks])
         axis.minorticks_off()
         axis.margins(y=0.12)
         axis.set_ylim(*room_between(*axis.get_ylim()))

@@ -39,7 +39,7 @@ _LOOKS = {
     CACHED: _Look(
         "cross attention over all tokens, keys and values cached", _RED, "-", "", 4.8
     ),  # shows under the tree's
-    RAW: _Look("cross attention over all tokens, unprojected", _ORANGE, "-", "^", 2.0),
+    RAW: _Look("cross attention over all tokens, projected in every call", _ORANGE, "-", "^", 2.0),
     PERCEIVER: _Look("Perceiver IO read-out, as many latents as the tree reads tokens", _GREEN, "--", "D", 1.5),
     REFERENCE: _Look("tree search in plain torch", _GREY, ":", "v", 1.5),
     BUILD: _Look("tree built, eager", _BLUE, "-", "o", 2.4),
