@@ -21,7 +21,7 @@ from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
 from retreever.errors import ConfigError, RetreeverError, one_line
-from retreever.lab.bench.options import AttentionBench, BuildBench, MemoryBench, RivalsBench, TrainBench
+from retreever.lab.bench.options import AttentionBench, BudgetsBench, BuildBench, MemoryBench, RivalsBench, TrainBench
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
 from retreever.lab.pretrained.options import Evaluate, Pretrained
@@ -42,6 +42,8 @@ class Demo:
     """Seed of weights, data and sampled paths."""
     overwrite: bool = False
     """Replace the files of an earlier demo in the same folder."""
+    budget: int | None = None
+    """Test the trained tree, and draw its search, also with this many tokens per query; None reads one path alone."""
 
     def run(self) -> None:
         """Run the demo and print its table."""
@@ -49,17 +51,18 @@ class Demo:
 
         from retreever.lab.demo import run_demo
 
-        table, _ = run_demo(self.out, self.n, self.seed, self.overwrite)
+        table, _ = run_demo(self.out, self.n, self.seed, self.overwrite, self.budget)
         Console().print(table.to_rich())
         print(f"table, curves and the picture of one search are in {self.out}/")
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measure speed and memory on this machine; each leaves a table, JSON and a figure."""
+    """Measure speed, memory and scores on this machine; each leaves a table, JSON and a figure."""
 
     what: (
         Annotated[AttentionBench, named("attention", prefix_name=False)]
+        | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]

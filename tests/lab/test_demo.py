@@ -41,6 +41,17 @@ def test_the_tree_and_perceiver_io_have_the_same_token_budget(tmp_path: Path) ->
     assert tree.tokens == perceiver.tokens == 6
 
 
+@pytest.mark.usefixtures("short")
+def test_a_budget_reads_the_same_tree_once_more(tmp_path: Path) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--n", "16", "--budget", "6"]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [(row["model"], row["tokens"]) for row in result["table"]["rows"][1:3]] == [
+        ("Tree Cross Attention", "4"), ("Tree Cross Attention, budget 6", "6"),
+    ]  # fmt: skip
+    assert list(result["history"]) == list(demo.NAMES)
+    assert len(json.loads((tmp_path / "retrieval.json").read_text())["selected"]) <= 6
+
+
 def test_a_folder_with_files_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(InputError, match="--overwrite"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from retreever.attention_inputs import check_budget
 from retreever.errors import InputError
 from retreever.files import write_text
 from retreever.lab.bench.machine import machine
@@ -42,9 +43,15 @@ class Outcome:
     history: list[Record]
 
 
-def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> tuple[Table, list[Outcome]]:
-    """Train, test and draw; writes PNG, JSON and Markdown files to `out`."""
+def run_demo(
+    out: Path, n: int = 64, seed: int = 0, overwrite: bool = False, budget: int | None = None
+) -> tuple[Table, list[Outcome]]:
+    """Train, test and draw; writes PNG, JSON and Markdown files to `out`.
+
+    With a `budget` the trained tree is also tested, and drawn, with that many tokens per query.
+    """
     task = CopyTask(n)
+    check_budget(budget)
     started = time.perf_counter()
     if out.exists() and any(out.iterdir()) and not overwrite:
         raise InputError(f"out: expected a new or empty folder, got {out} with files in it (--overwrite replaces them)")
@@ -57,14 +64,20 @@ def run_demo(out: Path, n: int = 64, seed: int = 0, overwrite: bool = False) -> 
     for name, model in zip(NAMES, models, strict=True):
         with Board([name]) as board:
             history = fit(model, task, train, watch=board.watcher())
-        accuracy = evaluate(model, task, task.test())
-        microseconds = query_microseconds(model, task)
-        outcomes.append(Outcome(name, accuracy, model.tokens(task.context), microseconds, history))
+        outcomes.append(tested(name, model, task, history))
         if isinstance(model, ReTreever):  # Perceiver IO trains as long as the tree did
             train, tree = replace(train, steps=history[-1].step), model
+            if budget is not None:
+                outcomes.append(tested(f"{name}, budget {budget}", model.set_reading(budget=budget), task, history))
     table = demo_table(task, outcomes, seed, time.perf_counter() - started)
     write_report(out, task, tree, table, outcomes, seed)
     return table, outcomes
+
+
+def tested(name: str, model: Model, task: CopyTask, history: list[Record]) -> Outcome:
+    """Accuracy, tokens and time of a trained model."""
+    accuracy = evaluate(model, task, task.test())
+    return Outcome(name, accuracy, model.tokens(task.context), query_microseconds(model, task), history)
 
 
 @torch.inference_mode()
@@ -83,7 +96,7 @@ def query_microseconds(model: Model, task: CopyTask, repeats: int = 50) -> float
 
 def write_report(out: Path, task: CopyTask, tree: ReTreever, table: Table, outcomes: list[Outcome], seed: int) -> None:
     """Write table, JSON, learning curves and the picture of one search."""
-    curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes}
+    curves = {o.name: as_rows(o.history, "accuracy") for o in outcomes if o.name in NAMES}  # a budget trains nothing
     draw_curves(curves, out / "curves.png", title=f"Copy task, N = {task.n}: validation accuracy in % while training")
     search = draw_search(out / "retrieval.png", tree, next(task.test(size=1)), title="Copy task: ")
     write_text(out / "retrieval.json", json.dumps(search.to_json(), indent=1) + "\n")

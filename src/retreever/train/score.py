@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from retreever.arguments import reject
 from retreever.batch import Batch, collate, without_padding
 from retreever.train.protocols import Model, Task
 
+Means = Float[Tensor, "values batches"]
+Measure = Callable[[Batch], Sequence[Tensor]]  # values (b, m), one for every query
 JOINED_POINTS = 2**18  # an accelerator takes small batches together, up to this many context and target points
 
 
@@ -19,36 +22,45 @@ def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.d
 
     Batches weigh the same whatever their size: this is how the paper and those before it measure.
     """
+
+    def measure(batch: Batch) -> list[Tensor]:
+        targets = without_padding(batch.xt, batch.target_mask)
+        return [task.metric(model.predict(batch.xc, batch.yc, targets, batch.context_mask), batch)]
+
+    return float(batch_means(model, measure, batches, device).mean())
+
+
+def batch_means(model: Model, measure: Measure, batches: Iterable[Batch], device: torch.device | str) -> Means:
+    """Means over the real targets of every batch, a row for each of the values that `measure` returns for a batch."""
     if isinstance(batches, Batch):
         reject("batches", "an iterable of batches", "a Batch")
     was_training = model.training
     model.train(False)
-    means: list[Tensor] = []
     joined = 0 if torch.device(device).type == "cpu" else JOINED_POINTS
     try:
         with torch.inference_mode():
-            for group in _groups(batches, joined):
-                means += _means(model, task, group, device)
+            means = [_means(measure, group, device) for group in _groups(batches, joined)]
     finally:
         model.train(was_training)
     if not means:
         reject("batches", "at least one batch", "none")
-    return float(torch.stack(means).mean())
+    return torch.cat(means, dim=1)
 
 
-def _means(model: Model, task: Task, group: list[Batch], device: torch.device | str) -> list[Tensor]:
-    """The metric's mean over the real targets of each batch; all go through the model as one."""
+def _means(measure: Measure, group: list[Batch], device: torch.device | str) -> Means:
+    """The means of each batch of a group; all go through the model as one."""
     batch = (group[0] if len(group) == 1 else collate(group)).to(device)
-    dist = model.predict(batch.xc, batch.yc, without_padding(batch.xt, batch.target_mask), batch.context_mask)
-    values = task.metric(dist, batch)
-    if not isinstance(values, Tensor) or values.shape != batch.xt.shape[:2]:
-        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        reject("metric", f"one value per query, shape {tuple(batch.xt.shape[:2])}", got)
-    values = values.double()
-    real = torch.ones_like(values, dtype=torch.bool) if batch.target_mask is None else batch.target_mask
+    shape = batch.xt.shape[:2]
+    values = measure(batch)
+    for value in values:
+        if not isinstance(value, Tensor) or value.shape != shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            reject("metric", f"one value per query, shape {tuple(shape)}", got)
+    stacked = torch.stack([value.double() for value in values])
+    real = torch.ones(shape, dtype=torch.bool, device=device) if batch.target_mask is None else batch.target_mask
     rows = [one.xc.shape[0] for one in group]
-    pairs = zip(torch.split(values, rows), torch.split(real, rows), strict=True)
-    return [value.masked_fill(~mask, 0).sum() / mask.sum() for value, mask in pairs]
+    pairs = zip(torch.split(stacked, rows, dim=1), torch.split(real, rows), strict=True)
+    return torch.stack([part.masked_fill(~mask, 0).sum(dim=(1, 2)) / mask.sum() for part, mask in pairs], dim=1)
 
 
 def _groups(batches: Iterable[Batch], most: int) -> Iterator[list[Batch]]:

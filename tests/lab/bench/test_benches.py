@@ -13,9 +13,17 @@ import torch
 from retreever.attention import TreeCrossAttention
 from retreever.errors import InputError
 from retreever.lab.bench import attention
-from retreever.lab.bench.attention import Part, latency_rows, operator_methods, operator_table
+from retreever.lab.bench.attention import (
+    Part,
+    compiled_methods,
+    compiled_rows,
+    latency_rows,
+    module_methods,
+    operator_methods,
+    operator_table,
+)
 from retreever.lab.bench.build import build_rows, matrix_products
-from retreever.lab.bench.figures import BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
+from retreever.lab.bench.figures import BUDGET, BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
 from retreever.lab.bench.memory import growth, peak_bytes
 from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, TrainBench
 from retreever.lab.bench.paper import PUBLISHED
@@ -56,7 +64,7 @@ def test_every_benchmark_says_what_was_asked_and_found(result: dict[str, Any]) -
 def test_every_benchmark_covers_its_methods(result: dict[str, Any]) -> None:
     methods = {row["method"] for row in result["rows"]}
     expected = {
-        "attention": {TREE, FULL, PERCEIVER, REFERENCE, "TCA, branch 2", "Perceiver IO read-out"},
+        "attention": {TREE, BUDGET, FULL, PERCEIVER, REFERENCE, "TCA, branch 2", "Perceiver IO read-out"},
         "build": {BUILD, PRODUCTS, "layout", "aggregation"},
         "memory": {TREE, "all tokens, cached", "all tokens, raw"},
         "train": {CROSS, PLAIN, SEARCH},
@@ -88,7 +96,7 @@ def test_calls_predicted_to_be_slow_are_skipped_and_say_so(tmp_path: Path) -> No
     assert {row["n"] for row in rows if row.get("skipped")} == {64}
     assert all("us" in row for row in rows if row["n"] == 8)
     table = operator_table(run, options, rows)
-    assert table.rows[1][3:] == ("skipped", "skipped", None, "skipped", "skipped")
+    assert table.rows[1][3:] == ("skipped", None, "skipped", None, "skipped", "skipped", "skipped")
     assert any("skipped" in note for note in table.notes)
 
 
@@ -115,6 +123,34 @@ def test_all_operator_methods_read_what_they_should(tmp_path: Path) -> None:
         torch.testing.assert_close(fast.output, plain.output)
     assert not torch.equal(results[TREE][0].output, results[TREE][1].output)
     assert results[FULL][0].shape == results[PERCEIVER][0].shape == (1, 2, 3, 4)
+
+
+def test_a_budget_is_timed_beside_one_path(tmp_path: Path) -> None:
+    """Four times the tokens: 24 of 32."""
+    run, options = tiny_run(tmp_path, n=(32,), m=(3,), heads=2, width=4)
+    with torch.inference_mode():
+        rows = list(latency_rows(run, options, Part("module", "eager", module_methods)))
+        methods = module_methods(run, options, TreePlan(32, 2))(3)
+        found: dict[str, Any] = {name: calls[0]() for name, calls in methods.items()}
+    assert {row["method"]: row["tokens"] for row in rows} == {TREE: 6, BUDGET: 24, FULL: 32}
+    assert found[TREE].tokens == 6 and int(found[BUDGET].tokens_read.max()) == 24 and found[FULL].tokens == 32
+
+
+def test_modules_are_also_timed_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same calls; what a compiler cannot do costs none of the other rows."""
+    run, options = tiny_run(tmp_path, n=(8,), m=(2,), heads=2, width=4, sets=1)
+    modes: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda module, **settings: modes.append(settings["mode"]) or module)
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        plain = module_methods(run, options, TreePlan(8, 2))(2)
+        torch.manual_seed(0)
+        for name, calls in compiled_methods(run, options, TreePlan(8, 2))(2).items():
+            assert torch.equal(calls[0]().output, plain[name][0]().output), name  # type: ignore[attr-defined]
+        assert modes == ["default"] * 3
+        monkeypatch.setattr(torch, "compile", lambda *_, **__: 1 / 0)
+        failed: dict[str, str] = {}
+        assert compiled_rows(run, options, failed) == [] and "ZeroDivisionError" in failed["compiled module"]
 
 
 def test_the_paper_is_quoted_right() -> None:

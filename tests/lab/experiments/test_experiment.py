@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from retreever.errors import ConfigError
+from retreever.lab.experiments.blocks import marks, speed_table
 from retreever.lab.experiments.options import Experiment, Results, Table
 from retreever.lab.experiments.recipe import recipes_in
 from retreever.lab.experiments.results import load_results
-from retreever.lab.experiments.results_page import END, START
 
+BLOCK = re.compile(r"(<!-- (\w+): made by `retreever results` -->).*?(<!-- end of \2 -->)", re.S)
 SHIPPED = Path(__file__).parents[3] / "experiments"
 ALL = recipes_in(SHIPPED)
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -80,19 +81,44 @@ def test_the_committed_page_is_what_the_committed_results_give(tmp_path: Path) -
     (tmp_path / "docs" / "images").mkdir(parents=True)
     for picture in (docs / "images").glob("results-*.png"):
         (tmp_path / "docs" / "images" / picture.name).touch()
-    before, rest = (SHIPPED.parent / "README.md").read_text().split(START)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{before}{START} typed {END}{rest.split(END)[1]}")
+    pages = ("README.md", "docs/budgets.md", "docs/conversion.md")
+    blocks = []
+    for page in pages:
+        text, count = BLOCK.subn(r"\1 typed \3", (SHIPPED.parent / page).read_text())
+        blocks.append(count)
+        (tmp_path / page).write_text(text)
+    assert blocks == [4, 1, 1]
     Results(made, SHIPPED).run()
     assert made.read_text() == (docs / "results.md").read_text()
-    assert readme.read_text() == (SHIPPED.parent / "README.md").read_text()
+    for page in pages:
+        assert (tmp_path / page).read_text() == (SHIPPED.parent / page).read_text(), page
 
 
 def test_a_readme_without_a_place_for_the_summary_is_left_alone(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"{END} not here {START}")
+    start, end = marks("summary")
+    readme.write_text(f"{end} not here {start}")
     Results(tmp_path / "docs" / "results.md", SHIPPED).run()
-    assert readme.read_text() == f"{END} not here {START}"
+    assert readme.read_text() == f"{end} not here {start}"
+
+
+def bench_row(part: str, n: int, method: str, us: float | None) -> dict[str, Any]:
+    return {"part": part, "n": n, "m": 256, "method": method, **({} if us is None else {"us": us})}
+
+
+def test_speed_is_that_of_the_module_before_the_operator() -> None:
+    """Columns that no row has, as in older files, are left out; calls that were skipped are empty."""
+    machine = {"accelerator": "GPU", "processor": "CPU", "threads": 2}
+    rows = [bench_row("operator", 64, "tree", 2.0), bench_row("operator", 64, "all tokens", 300.0)]
+    rows += [bench_row("module", 64, "tree", 50.0), bench_row("module", 64, "all tokens", 40.0)]
+    rows += [bench_row("operator", 128, "tree", 4.0), bench_row("operator", 128, "all tokens", None)]
+    table = speed_table({"rows": rows, "machine": machine, "dtype": "bfloat16"})
+    assert table.columns[1:4] == ("module, tree", "module, all tokens", "module, faster")
+    assert table.rows[0] == ("64", "50.0", "40.0", "0.80x", "2.00", "300", "150x")
+    assert table.rows[1] == ("128", None, None, None, "4.00", None, None)
+    rows += [bench_row("operator", 64, "tree, 4x tokens", 6.0), bench_row("compiled module", 64, "tree", 10.0)]
+    wider = speed_table({"rows": rows, "machine": machine, "dtype": "bfloat16"})
+    assert "compiled module, tree" in wider.columns and wider.rows[0][-1] == "50.0x"
 
 
 def test_measured_tables_are_not_trained() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from retreever.cli import main
+from retreever.errors import InputError
 from retreever.lab.pretrained.page import make_page
+from retreever.lab.recipes.command import scores_of
+from retreever.lab.recipes.recipe import make_recipe
 from retreever.pretrained.card import Card, read_card
 
 
@@ -46,6 +50,46 @@ def test_runs_are_scored_as_ever(trained: Path, capsys: pytest.CaptureFixture[st
     assert f"{trained}: test accuracy in % after" in capsys.readouterr().out
 
 
+def scores_in(printed: str) -> list[float]:
+    """The score of the search, and over all leaves."""
+    return [float(score) for score in re.findall(r"(?:test|full) (\d+\.\d+)", printed)]
+
+
+def test_a_budget_is_read_in_place_of_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trained with a budget of 6 of 8 tokens, scored again with that, with one path and with all."""
+    few = ["--steps", "4", "--batch", "8", "--warmup", "1", "--evaluate-every", "4", "--save-every", "4"]
+    assert main(["train", "copy", "--n", "16", "--budget", "6", *few, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    run = tmp_path / "copy-16-tca-budget6-seed0"
+    own = json.loads((run / "result.json").read_text())
+    assert own["tokens"] == 6
+    scores = {}
+    for budget in ((), ("--budget", "1"), ("--budget", "6"), ("--budget", "8")):
+        capsys.readouterr()
+        assert main(["eval", str(run), *budget, "--device", "cpu"]) == 0
+        printed = capsys.readouterr().out
+        assert ("with a budget of" in printed) is bool(budget)
+        scores[budget] = scores_in(printed)
+    assert scores[()] == scores["--budget", "6"] != scores["--budget", "1"]
+    assert scores[()][0] == pytest.approx(own["scores"]["test"], abs=1e-4)
+    assert len({full for _, full in scores.values()}) == 1  # all leaves are all leaves, whatever the budget
+    assert scores["--budget", "8"][0] == pytest.approx(scores["--budget", "8"][1], abs=0.01)
+
+
+def test_pretrained_weights_are_scored_with_a_budget(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The card has the scores of one path, so nothing is said of reproduction."""
+    arguments = ["eval", "--pretrained", "tiny", "--weights", str(exported), "--device", "cpu", "--budget"]
+    assert main([*arguments, "1"]) == 0
+    printed = capsys.readouterr().out
+    assert scores_in(printed)[0] == pytest.approx(read_card("tiny", exported).scores["test"], abs=1e-4)
+    assert printed.startswith("tiny: test accuracy in % with a budget of 1 tokens: ") and "reproduced" not in printed
+
+
+def test_only_trees_have_a_budget() -> None:
+    recipe = make_recipe("copy", n=8, model="ca")
+    with pytest.raises(InputError, match=r"^budget: expected a model that searches a tree, got TransformerCA$"):
+        scores_of(recipe, recipe.make_model(), None, "cpu", budget=3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -55,6 +99,8 @@ def test_runs_are_scored_as_ever(trained: Path, capsys: pytest.CaptureFixture[st
         (["run", "--weights", "."], "weights: expected --pretrained NAME with it"),
         (["--pretrained", "no-such-name"], "name: expected"),
         (["--pretrained", "tiny", "--weights", "FOLDER", "--device", "teapot"], "device: expected"),
+        (["--pretrained", "tiny", "--weights", "FOLDER", "--budget", "0"], "budget: expected an int >= 1, got 0"),
+        (["gp", "--model", "oracle", "--budget", "4"], "budget: expected a trained model that searches a tree"),
     ],
 )
 def test_bad_requests_get_one_line(

@@ -1,10 +1,12 @@
 """Latency of one call: tree attention against attention over all tokens, Perceiver IO's read-out and plain torch.
 
-All methods have prepared what depends on the context alone: keys and values of the nodes, or of the tokens.
+All methods have prepared what depends on the context alone: keys and values of the nodes, or of the tokens. The tree is
+read along one path, and with a budget of four times as many tokens.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +20,7 @@ from torch import Tensor
 from retreever.arguments import check_int
 from retreever.attention import TreeCrossAttention
 from retreever.cross_attention import CrossAttention
-from retreever.lab.bench.figures import FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels, lines_of
+from retreever.lab.bench.figures import BUDGET, FULL, PERCEIVER, REFERENCE, TREE, Panel, draw_panels, lines_of
 from retreever.lab.bench.options import AttentionBench
 from retreever.lab.bench.paper import paper_rows, paper_table
 from retreever.lab.bench.report import Row, Rows, Run, check_sizes, progress, quantity, timed, times
@@ -29,6 +31,8 @@ from retreever.tree.plan import TreePlan
 
 Methods = dict[str, Sequence[Call]]
 MakeMethods = Callable[[int], Methods]  # from the number of queries
+COMPILED = "compiled module"
+COMPILED_QUERIES = (1, 256)
 
 
 class Part(NamedTuple):
@@ -43,12 +47,16 @@ def measure(options: AttentionBench) -> None:
     """Run the benchmark and write its files."""
     options = _sizes(options)
     run = Run.start("attention", options)
-    parts = Part("operator", "auto", operator_methods), Part("module", "eager", module_methods)
+    parts = [Part("module", "eager", module_methods), Part("operator", "auto", operator_methods)]
+    failed: dict[str, str] = {}
     with torch.inference_mode():
         rows = [row for part in parts for row in latency_rows(run, options, part)]
+        if options.compile:
+            rows += compiled_rows(run, options, failed)
         paper = paper_rows(run)
-    tables = [operator_table(run, options, rows), module_table(run, options, rows), paper_table(run, paper)]
-    summary = {"faster_than_all_tokens": _ratios(rows)}
+    tables = [module_table(run, options, rows, part) for part in ("module", COMPILED) if by_size(rows, part)]
+    tables += [operator_table(run, options, rows), paper_table(run, paper)]
+    summary = {"faster_than_all_tokens": _ratios(rows), "failed": failed}
     run.publish(rows + paper, tables, partial(draw_latency, rows, run), summary)
 
 
@@ -60,7 +68,8 @@ def latency_rows(run: Run, options: AttentionBench, part: Part) -> Iterator[Row]
         make = part.prepare(run, options, plan)
         for m in options.m:
             methods = make(m)
-            work = {name: m * (n if name == FULL else plan.tokens) for name in methods}
+            read = {FULL: n, BUDGET: four_paths(plan)}
+            work = {name: m * read.get(name, plan.tokens) for name in methods}
             expected = {name: seconds * work[name] / known for name, (known, seconds) in largest.items()}
             skipped = [name for name in methods if expected.get(name, 0.0) > options.slowest]
             kept = {name: calls for name, calls in methods.items() if name not in skipped}
@@ -68,10 +77,28 @@ def latency_rows(run: Run, options: AttentionBench, part: Part) -> Iterator[Row]
             for name, timing in timings.items():
                 if work[name] >= largest.get(name, (0, 0.0))[0]:
                     largest[name] = work[name], timing.seconds
-            where = {"part": part.name, "n": n, "m": m, "tokens": plan.tokens}
-            yield from timed(timings, **where)
-            yield from ({**where, "method": name, "skipped": True} for name in skipped)
+            where = {"part": part.name, "n": n, "m": m}
+            found = timed(timings, **where) + [{**where, "method": name, "skipped": True} for name in skipped]
+            yield from ({**row, "tokens": read.get(row["method"], plan.tokens)} for row in found)
             progress(f"{part.name}, n={n:,}, m={m:,}", timings)
+
+
+def compiled_rows(run: Run, options: AttentionBench, failed: dict[str, str]) -> Rows:
+    """Rows of the compiled modules; an error of the compiler ends them and is added to `failed`."""
+    few = replace(options, m=tuple(m for m in options.m if m in COMPILED_QUERIES) or options.m[:1])
+    rows: Rows = []
+    try:
+        for row in latency_rows(run, few, Part(COMPILED, "eager", compiled_methods)):
+            rows.append(row)
+    except Exception as error:  # the other rows are not lost
+        failed[COMPILED] = " ".join(f"{type(error).__name__} {error}".split())[:400]
+        print(f"{COMPILED}: {failed[COMPILED]}", file=sys.stderr)
+    return rows
+
+
+def four_paths(plan: TreePlan) -> int:
+    """The budget that is timed beside one path."""
+    return min(plan.n, 4 * plan.tokens)
 
 
 def operator_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMethods:
@@ -88,6 +115,7 @@ def operator_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeM
         attend = F.scaled_dot_product_attention
         return {
             TREE: [partial(tree_attention, q, keys, values, plan) for q in queries],
+            BUDGET: [partial(tree_attention, q, keys, values, plan, budget=four_paths(plan)) for q in queries],
             FULL: [partial(attend, q, all_keys, all_values) for q in by_head],
             PERCEIVER: [partial(attend, q, few_keys, few_values) for q in by_head],
             REFERENCE: [partial(tree_attention, q, keys, values, plan, impl="reference") for q in queries],
@@ -110,10 +138,33 @@ def module_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMet
         queries: list[Tensor] = [run.randn(1, m, dim) for _ in range(options.sets)]
         return {
             TREE: [partial(tree_module, query, tree) for query in queries],
+            BUDGET: [partial(tree_module, query, tree, budget=four_paths(plan)) for query in queries],
             FULL: [partial(full_module, query, key_values) for query in queries],
         }
 
     return make
+
+
+def compiled_methods(run: Run, options: AttentionBench, plan: TreePlan) -> MakeMethods:
+    """The modules of `module_methods`, compiled; on a GPU a call replays a CUDA graph.
+
+    Tensors of the prepared context are marked static, otherwise every replay would copy them.
+    """
+    torch.compiler.reset()  # the number of compiled variants of a function is limited
+    make = module_methods(run, options, plan)
+    mode = "reduce-overhead" if run.device.type == "cuda" else "default"
+
+    def compiled(m: int) -> Methods:
+        methods: Methods = {}
+        for name, calls in make(m).items():
+            module, (_, context) = calls[0].func, calls[0].args  # type: ignore[attr-defined]
+            for tensor in (context.keys, context.values):
+                torch._dynamo.mark_static_address(tensor)
+            fast = torch.compile(module, mode=mode, dynamic=False)
+            methods[name] = [partial(fast, *call.args, **call.keywords) for call in calls]  # type: ignore[attr-defined]
+        return methods
+
+    return compiled
 
 
 def operator_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
@@ -121,35 +172,39 @@ def operator_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
     skipped = any(row.get("skipped") for row in rows)
     lines = []
     for (n, m), found in by_size(rows, "operator").items():
-        tree, full, perceiver, plain = (_us(found, method) for method in (TREE, FULL, PERCEIVER, REFERENCE))
-        tokens = TreePlan(n, 2).tokens
-        lines.append((f"{n:,}", f"{m:,}", tokens, tree, full, times(_ratio(found)), perceiver, plain))
+        trees = [cell for name in (TREE, BUDGET) for cell in (_us(found, name), times(_ratio(found, name)))]
+        rest = [_us(found, name) for name in (FULL, PERCEIVER, REFERENCE)]
+        lines.append((f"{n:,}", f"{m:,}", found[TREE]["tokens"], *trees, *rest))
+    others = ("all tokens (SDPA)", "Perceiver read-out", "tree, plain torch")
     return Table(
-        f"One call, µs: {options.heads} heads of {options.width}, {run.dtype_name}, {run.clock}",
-        ("n", "m", "tokens", "tree", "all tokens (SDPA)", "speed-up", "Perceiver read-out", "tree, plain torch"),
+        f"The operator alone, one call, µs: {options.heads} heads of {options.width}, {run.dtype_name}, {run.clock}",
+        ("n", "m", "tokens", "tree", "speed-up", "4x tokens", "speed-up, 4x", *others),
         tuple(lines),
         (run.footer(), *([f"skipped: predicted to take longer than {options.slowest:g} s a call"] if skipped else [])),
     )
 
 
-def module_table(run: Run, options: AttentionBench, rows: Rows) -> Table:
+def module_table(run: Run, options: AttentionBench, rows: Rows, part: str = "module") -> Table:
     """Table of the modules: microseconds and speed-up."""
+    lines = []
+    for (n, m), found in by_size(rows, part).items():
+        trees = [cell for name in (TREE, BUDGET) for cell in (_us(found, name), times(_ratio(found, name)))]
+        lines.append((f"{n:,}", f"{m:,}", *trees, _us(found, FULL)))
+    how = "eager" if part == "module" else "torch.compile"
     return Table(
-        f"Module in evaluation, context prepared, µs: width {options.heads * options.width}, {run.dtype_name}, eager",
-        ("n", "m", "TreeCrossAttention", "CrossAttention, keys and values cached", "speed-up"),
-        tuple(
-            (f"{n:,}", f"{m:,}", _us(found, TREE), _us(found, FULL), times(_ratio(found)))
-            for (n, m), found in by_size(rows, "module").items()
-        ),
+        f"Module in evaluation, context prepared, µs: width {options.heads * options.width}, {run.dtype_name}, {how}",
+        ("n", "m", "TreeCrossAttention", "speed-up", "4x tokens", "speed-up, 4x", "CrossAttention, cached"),
+        tuple(lines),
     )
 
 
 def draw_latency(rows: Rows, run: Run, file: Path) -> Path:
-    """Draw the operator above, the module below, one column per number of queries."""
+    """Draw the module above, compiled below if it was timed, then the operator; one column per number of queries."""
     queries = sorted({row["m"] for row in rows})
-    labels = {"operator": f"operator, {run.clock}", "module": "whole module, eager"}
+    labels = {"module": "whole module, eager", COMPILED: COMPILED, "operator": f"operator, {run.clock}"}
+    labels = {part: label for part, label in labels.items() if by_size(rows, part)}
     return draw_panels(
-        [[_panel(rows, part, m, top=part == "operator") for m in queries] for part in labels],
+        [[_panel(rows, part, m, top=part == "module") for m in queries] for part in labels],
         file,
         f"One call over a prepared context, {run.machine['accelerator'] or run.machine['processor']}, {run.dtype_name}",
         "seconds",
@@ -171,17 +226,18 @@ def _panel(rows: Rows, part: str, m: int, top: bool) -> Panel:
     return Panel(f"{m:,} {'query' if m == 1 else 'queries'}" if top else "", lines, (FULL, TREE))
 
 
-def _ratio(found: Mapping[str, Row]) -> float | None:
-    slow, fast = (found.get(name, {}).get("us") for name in (FULL, TREE))
+def _ratio(found: Mapping[str, Row], method: str = TREE) -> float | None:
+    slow, fast = (found.get(name, {}).get("us") for name in (FULL, method))
     return None if slow is None or fast is None else slow / fast
 
 
 def _ratios(rows: Rows) -> list[Row]:
     return [
-        {"part": part, "n": n, "m": m, "ratio": None if ratio is None else float(f"{ratio:.4g}")}
-        for part in ("operator", "module")
+        {"part": part, "n": n, "m": m, "method": name, "ratio": None if ratio is None else float(f"{ratio:.4g}")}
+        for part in ("module", COMPILED, "operator")
         for (n, m), found in by_size(rows, part).items()
-        for ratio in [_ratio(found)]
+        for name in (TREE, BUDGET)
+        for ratio in [_ratio(found, name)]
     ]
 
 

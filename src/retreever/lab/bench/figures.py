@@ -18,6 +18,7 @@ Points = Sequence[tuple[int, float]]
 
 # Names of methods in JSON; every figure shows a method in the same style.
 TREE, FULL, PERCEIVER, REFERENCE = "tree", "all tokens", "perceiver", "plain torch"
+BUDGET = "tree, 4x tokens"
 CACHED, RAW = "all tokens, cached", "all tokens, raw"
 BUILD, PRODUCTS, BUILD_GRAPH, PRODUCTS_GRAPH = "build", "products", "build, graph", "products, graph"
 _BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _GREY = PALETTE
@@ -33,11 +34,12 @@ class _Look(NamedTuple):
 
 _LOOKS = {
     TREE: _Look("Tree Cross Attention", _BLUE, "-", "o", 2.4),
+    BUDGET: _Look("Tree Cross Attention, budget of 4 times one path", _SKY, "-", "P", 1.8),
     FULL: _Look("cross attention over all tokens, keys and values cached", _RED, "-", "s", 2.0),
     CACHED: _Look(
         "cross attention over all tokens, keys and values cached", _RED, "-", "", 4.8
     ),  # shows under the tree's
-    RAW: _Look("cross attention over all tokens, unprojected", _ORANGE, "-", "^", 2.0),
+    RAW: _Look("cross attention over all tokens, projected in every call", _ORANGE, "-", "^", 2.0),
     PERCEIVER: _Look("Perceiver IO read-out, as many latents as the tree reads tokens", _GREEN, "--", "D", 1.5),
     REFERENCE: _Look("tree search in plain torch", _GREY, ":", "v", 1.5),
     BUILD: _Look("tree built, eager", _BLUE, "-", "o", 2.4),

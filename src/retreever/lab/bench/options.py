@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
+Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
+SHIPPED: tuple[Shipped, ...] = ("gp", "emnist", "activity", "copy-256", "copy-1024")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 BY_FOUR = tuple(4**power for power in range(4, 11))  # 256 to 1,048,576
 
@@ -53,6 +55,8 @@ class AttentionBench(BenchOptions):
     """Different queries taken in turn, so that one call's tree nodes are not still in the cache for the next."""
     slowest: float = 5.0
     """Calls predicted to take longer than this many seconds are skipped."""
+    compile: bool = False
+    """Also time the modules compiled by torch.compile, with 1 and 256 queries; takes minutes."""
 
     name: ClassVar[str] = "attention"
 
@@ -129,9 +133,7 @@ class RivalsBench(BenchOptions):
     """Training steps of every stage; by default 2000 on a CPU, 8000 and 300 elsewhere."""
     weights: Path | None = None
     """File of the fields' network: read if it exists, else written after training; by default beside the results."""
-    models: tuple[Literal["gp", "emnist", "activity", "copy-256", "copy-1024"], ...] = (
-        "gp", "emnist", "activity", "copy-256", "copy-1024",
-    )  # fmt: skip
+    models: tuple[Shipped, ...] = SHIPPED
     """Weights in the package to read; those whose data are absent are left out."""
     batches: int = 10
     """Batches of every test set."""
@@ -139,3 +141,27 @@ class RivalsBench(BenchOptions):
     """Folder that holds the datasets."""
 
     name: ClassVar[str] = "rivals"
+
+
+@dataclass(frozen=True)
+class BudgetsBench(BenchOptions):
+    """Score against tokens read, from one path to all leaves, with the same weights."""
+
+    models: tuple[Shipped, ...] = SHIPPED
+    """Weights in the package; those whose data are absent are left out. `--models` alone measures none of them."""
+    runs: tuple[Path, ...] = ()
+    """Folders of runs to measure as well."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights of the runs: those that did best on validation, or the newest."""
+    factors: tuple[float, ...] = (1.25, 1.5, 2.0, 3.0, 4.0)
+    """Budgets, in multiples of the tokens of one path over the largest context of the task."""
+    batches: int = 0
+    """Batches of every test set; 0 takes all."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+    experiments: Path = Path("experiments")
+    """Folder whose results have the scores of cross attention over all tokens."""
+    add: bool = False
+    """Keep the rows of other weights in the files of an earlier run."""
+
+    name: ClassVar[str] = "budgets"

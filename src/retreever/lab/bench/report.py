@@ -80,7 +80,7 @@ class Run:
         self, rows: Rows, tables: Sequence[Table], draw: Callable[[Path], object], summary: Mapping[str, Any]
     ) -> None:
         """Print the tables and write all files, each atomically."""
-        console = Console(width=None if sys.stdout.isatty() else 150)
+        console = Console(width=None if sys.stdout.isatty() else 180)
         for table in tables:
             console.print(table.to_rich())
         write_text(self.file("json"), json.dumps(self._to_json(rows, summary), indent=1) + "\n")

@@ -1,6 +1,7 @@
 """The results page: every table of every recipe, generated from result files and the paper's numbers.
 
-Its summary of all tasks (tree, all tokens and latents, ours and the paper's) also goes into the README.
+Its summary of all tasks (tree, all tokens and latents, ours and the paper's) also goes into the README, and tables of
+benchmarks into the README and the pages beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from retreever.errors import ConfigError
 from retreever.files import write_text
+from retreever.lab.experiments.blocks import bench_blocks, put_blocks
 from retreever.lab.experiments.recipe import TableRecipe, recipes_in
 from retreever.lab.experiments.results import Entry, load_results
 from retreever.lab.experiments.rows import Paper, Row, load_paper, rows_of
@@ -25,21 +27,28 @@ SYSTEMS = {  # column of the summary: keys of systems in the recipes
     "Perceiver IO": ("perceiver_io",),
 }
 SHOWN = ("Ours", "Paper")  # columns of the tables that the summary shows
-START, END = "<!-- summary: made by `retreever results` -->", "<!-- end of summary -->"
 HEAD = """# Results
 
 This page is made by `retreever results` from `experiments/results`, `benchmarks/results` and `experiments/paper.json`;
-changes by hand are lost. "Paper" is what the paper prints, "Ours" the mean over seeds on test data; "not run" means
-that nobody has, "within ±" that both standard deviations together cover the difference. `retreever table NAME` prints
-one table, `retreever experiment NAME` trains what is missing in it.
+changes by hand are lost. "Paper" is what the paper prints, "Ours" the mean over seeds on test data. "Not run": no
+result yet. "Within ±": both standard deviations together cover the difference. `retreever table NAME` prints one table,
+`retreever experiment NAME` trains what is missing in it.
 """
 
 
 def write_results_page(folder: Path, out: Path) -> Path:
-    """Write the page to `out`, with the figures in `images` beside it, and its summary into the README above."""
+    """Write the page to `out`, with the figures in `images` beside it.
+
+    The summary and tables of benchmarks, from `benchmarks/results` beside `folder`, go into the README above and the
+    pages beside it, where these have a place for them.
+    """
     recipes, paper, results = recipes_in(folder), load_paper(folder), load_results(folder)
     summary = make_summary(recipes, paper, results)
-    put_summary(summary, out.parent.parent / "README.md")
+    root, pages = out.parent.parent, sorted(out.parent.glob("*.md"))
+    for page in (root / "README.md", *pages):
+        link = "../benchmarks/results" if page in pages else "benchmarks/results"
+        bench = bench_blocks(folder.parent / "benchmarks" / "results", link)
+        put_blocks(page, {"summary": summary.to_markdown(), **bench})
     parts = [HEAD, "## At a glance\n", summary.to_markdown()]
     for recipe in recipes.values():
         rows = rows_of(recipe, paper, results)
@@ -67,15 +76,6 @@ def make_summary(recipes: Mapping[str, TableRecipe], paper: Paper, results: Mapp
     rows = [line for name in TABLES if name in recipes for line in _lines(recipes[name], paper, results)]
     columns = ("Task", "Metric", "Tokens read", *(title for name in SYSTEMS for title in (name, f"{name}, paper")))
     return Table("Ours and the paper's, mean ± standard deviation over seeds", columns, tuple(rows))
-
-
-def put_summary(summary: Table, readme: Path) -> None:
-    """Replace the text between the marks START and END of a README; a README without them is not changed."""
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if start and end:
-        write_text(readme, f"{before}{START}\n{summary.to_markdown()}\n{END}{after}", ConfigError)
 
 
 def _lines(recipe: TableRecipe, paper: Paper, results: Mapping[str, Entry]) -> list[tuple[Cell, ...]]:

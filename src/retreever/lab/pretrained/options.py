@@ -34,6 +34,8 @@ class Evaluate:
     """Name of pretrained weights to score and compare with their card; `retreever pretrained list` shows the names."""
     weights: Path | None = None
     """Folder of weights made by `retreever pretrained export`; by default the weights in the package."""
+    budget: int | None = None
+    """Tokens a query may read, in place of what the run was trained with; 1 reads one path."""
 
     def run(self) -> int:
         """Print the scores; returns 1 when those of a card were not reproduced, else 0."""
@@ -42,13 +44,15 @@ class Evaluate:
         if self.pretrained:
             if self.what is not None or self.model == "oracle":
                 reject("pretrained", "either a run, an oracle or pretrained weights", f"{self.pretrained!r} and more")
-            return evaluate_pretrained(self.pretrained, self.weights, self.data, self.device)
+            return evaluate_pretrained(self.pretrained, self.weights, self.data, self.device, self.budget)
         if self.weights is not None:
             reject("weights", "--pretrained NAME with it", "none")
         if self.what is None:
             reject("what", "the folder of a run, or --pretrained NAME", "none")
         if self.model == "trained":
-            evaluate_run(self.what, self.checkpoint, self.data, self.device)
+            evaluate_run(self.what, self.checkpoint, self.data, self.device, self.budget)
+        elif self.budget is not None:
+            reject("budget", "a trained model that searches a tree", "the exact posterior")
         elif str(self.what) == "gp":
             evaluate_oracle(self.kernel)
         else:

@@ -180,9 +180,18 @@ def test_scores(model: Model, tests: Tests, device: str, batches: int | None = N
     return scores
 
 
-def scores_of(recipe: Recipe, model: Model, data: Path | None, device: str) -> dict[str, float]:
-    """Test scores of `model` as at the end of a run of `recipe`, on the device called `device`."""
+def scores_of(
+    recipe: Recipe, model: Model, data: Path | None, device: str, budget: int | None = None
+) -> dict[str, float]:
+    """Test scores of `model` as at the end of a run of `recipe`, on the device called `device`.
+
+    `budget` is the number of tokens a query may read; None takes that of the model.
+    """
     target = str(find_device(device))
+    if budget is not None:
+        if not isinstance(model, ReTreever):
+            reject("budget", "a model that searches a tree", type(model).__name__)
+        model.set_reading(budget=budget)
     model.to(target)
     return test_scores(model, recipe.task.make_tests(data), target, QUICK_BATCHES if recipe.quick else None)
 
@@ -217,17 +226,25 @@ def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
     return recipe, model, step
 
 
-def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str) -> None:
+def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str, budget: int | None = None) -> None:
     """Print the test scores of a run's best or newest weights."""
     recipe, model, steps = load_run(run, checkpoint)
-    scores = scores_of(recipe, model, data, device)
-    print(f"{run}: test {recipe.task.metric} after {steps} steps: {_scores_text(scores, 4)}")
+    scores = scores_of(recipe, model, data, device, budget)
+    print(f"{run}: test {recipe.task.metric} after {steps} steps{_under(budget)}: {_scores_text(scores, 4)}")
 
 
-def evaluate_pretrained(name: str, folder: Path | None, data: Path | None, device: str) -> int:
-    """Print every score and the card's; returns 1 when a score was not reproduced, else 0."""
+def evaluate_pretrained(
+    name: str, folder: Path | None, data: Path | None, device: str, budget: int | None = None
+) -> int:
+    """Print every score and the card's; returns 1 when a score was not reproduced, else 0.
+
+    The scores of a card are those of one path, so with a `budget` no verdict is given.
+    """
     card = read_card(name, folder)
-    scores = scores_of(recipe_from_json(card.settings), load_weights(card, folder), data, device)
+    scores = scores_of(recipe_from_json(card.settings), load_weights(card, folder), data, device, budget)
+    if budget is not None:
+        print(one_line(f"{name}: test {card.metric}{_under(budget)}: {_scores_text(scores, 4)}"))
+        return 0
     for key, expected in card.scores.items():
         if key in scores:
             line = f"{key}: {card.metric} {scores[key]:.4f}, card {expected:.4f}, {scores[key] - expected:+.1e}"
@@ -246,6 +263,10 @@ def evaluate_oracle(kernel: Kernel) -> None:
     scores = task.oracle_scores()
     error = float(scores.std()) / math.sqrt(len(scores))
     print(f"exact posterior, {kernel}: test log-likelihood {float(scores.mean()):.4f} +- {error:.4f} (standard error)")
+
+
+def _under(budget: int | None) -> str:
+    return "" if budget is None else f" with a budget of {budget} tokens"
 
 
 def _scores_text(scores: dict[str, float], digits: int = 2) -> str:

@@ -102,7 +102,7 @@ def model_rows(run: Run, options: RivalsBench, name: str, left_out: dict[str, st
     card = read_card(name)
     recipe = recipe_from_json(card.settings)
     try:
-        tests = {test: _shortened(task, options.batches) for test, task in recipe.task.make_tests(options.data).items()}
+        tests = {test: shortened(task, options.batches) for test, task in recipe.task.make_tests(options.data).items()}
         batches = {test: list(islice(task.test(), options.batches)) for test, task in tests.items()}
     except (DataError, BackendError) as error:
         left_out[name] = str(error)
@@ -118,7 +118,7 @@ def model_rows(run: Run, options: RivalsBench, name: str, left_out: dict[str, st
     return rows + time_rows(run, options, model, name, path, next(iter(batches.values())))
 
 
-def _shortened(task: Any, batches: int) -> Any:
+def shortened(task: Any, batches: int) -> Any:
     """The task; one that draws its whole test set at once draws only the first batches."""
     return replace(task, test_batches=batches) if isinstance(task, GPTask) else task
 
