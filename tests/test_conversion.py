@@ -261,3 +261,24 @@ def test_what_padding_holds_never_matters(mask: Tensor, value: float) -> None:
     for budget in (None, 7, TOKENS):
         one, two = (module(query, module.build(x, mask), budget=budget) for x in (context, dirty))
         assert torch.equal(one.output, two.output) and torch.equal(one.path, two.path)
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "transformer"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_tokens_sorted_by_their_keys_are_the_tokens_given(aggregator: str, masked: bool) -> None:
+    """The tree over sorted tokens is that of the same tokens given in that order; padding may hold NaN."""
+    torch.manual_seed(0)
+    context = torch.randn(2, 21, 16)
+    mask = torch.rand(2, 21) < 0.7 if masked else None
+    if mask is not None:
+        context[~mask] = torch.nan
+    module = TreeCrossAttention(16, 2, order="keys", aggregator=aggregator, log_count=True).eval()
+    tree = module.build(context, mask)
+    assert tree.order is not None and tree.order.tolist() != [list(range(21))] * 2
+    module.order = "given"
+    sorted_mask = None if mask is None else mask.gather(1, tree.order)
+    again = module.build(context.gather(1, tree.order[..., None].expand_as(context)), sorted_mask)
+    real = torch.ones(tree.keys.shape[:2], dtype=torch.bool) if tree.mask is None else tree.mask
+    torch.testing.assert_close(tree.keys[real], again.keys[real])
+    torch.testing.assert_close(tree.values[real], again.values[real])
+    assert torch.equal(tree.log_count, again.log_count)

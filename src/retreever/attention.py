@@ -134,17 +134,15 @@ class TreeCrossAttention(nn.Module):
         """
         if check:
             check_context(self, self.block, context, mask)
-        if self.order == "keys" or self.aggregator is None:
-            context = without_padding(context, mask)
-        order = None if mask is None else permutation_of("given", context, mask, self.branch, 0, 0)
-        if self.order == "keys":
-            keys = self.block.key_values(context)[0].detach().flatten(2)
-            order = permutation_of("principal", keys, mask, self.branch, 0, 0)
-            context, mask = in_order(context, order), None if mask is None else in_order(mask, order)
         if self.aggregator is None:
-            plan, keys, values, node_mask = mean_tree(*self.block.key_values(context), self.branch, mask)
+            pair = self.block.key_values(without_padding(context, mask))
+            (keys, values), mask, order = self._in_leaf_order(pair, pair[0], mask)
+            plan, keys, values, node_mask = mean_tree(keys, values, self.branch, mask)
             nodes = None
         else:
+            sorts = self.order == "keys"
+            keys = self.block.key_values(without_padding(context, mask))[0] if sorts else context
+            (context,), mask, order = self._in_leaf_order((context,), keys, mask)
             plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
             keys, values = self.block.key_values(nodes)
         tree = Tree(plan, nodes, node_mask, keys, values, order=order)
@@ -182,18 +180,19 @@ class TreeCrossAttention(nn.Module):
             check_choice("retrieval", self.retrieval, RETRIEVALS)
             check_search(self, self.block, query, tree, noise, choices)
             check_budget(budget)
-        normed, q = self.block.start(query)
+        block = self.block
+        normed, q = block.start(query)
         q = q.to(tree.keys.dtype)  # under autocast the tree may have another dtype
         if self.retrieval == "full" and not leaves:
             nothing = q.new_zeros(q.shape[:2])
             found = TreeAttention(self._read_leaves(q, tree), nothing.to(torch.int64), nothing, nothing)
-            return _result(self.block.finish(query, normed, found.output), found, tree, "full")
+            return _result(block.finish(query, normed, found.output), found, tree, "full")
         found = self._search(q, tree, noise, choices, generator, self.budget if budget is None else budget)
         if not leaves:
-            return _result(self.block.finish(query, normed, found.output), found, tree, "policy")
+            return _result(block.finish(query, normed, found.output), found, tree, "policy")
         # One pass of the feed-forward for both outputs: they share all layers after the attention.
         attended = torch.cat([found.output, self._read_leaves(q, tree)])
-        both = self.block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
+        both = block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
         return _result(both[: len(query)], found, tree, "policy", both[len(query) :])
 
     def fidelity(
@@ -218,6 +217,15 @@ class TreeCrossAttention(nn.Module):
             error: largest relative error of the output that is acceptable.
         """
         return measure(self, queries, context, mask, budgets, error)
+
+    def _in_leaf_order(
+        self, tokens: Sequence[Tensor], keys: Tensor, mask: Mask
+    ) -> tuple[Sequence[Tensor], Mask, Int[Tensor, "b n"] | None]:
+        """`tokens` (b, n, ...) and mask in leaf order, and that order; it is found from `keys` if the module sorts."""
+        if self.order == "keys":
+            order = permutation_of("principal", keys.detach().flatten(2), mask, self.branch, 0, 0)
+            return [in_order(part, order) for part in tokens], None if mask is None else in_order(mask, order), order
+        return tokens, mask, None if mask is None else permutation_of("given", keys, mask, self.branch, 0, 0)
 
     def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)

@@ -36,6 +36,31 @@ def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mas
 
 def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: Tensor) -> None:
     """Check the width, dtype and device of `query` against `block`, the weights of `module` and `keys`."""
+    if not _fits(block, query, keys):
+        _explain(module, block, query, keys)
+    if not query.is_cuda:  # reading values on CUDA would make every call wait for the device
+        check_finite("query", query)
+
+
+def _fits(block: AttentionBlock, query: Tensor, keys: Tensor) -> bool:
+    """Whether everything fits together, checked quickly; what does not, or cannot be told, is left to `_explain`."""
+    weight = block.to_out._parameters.get("weight")
+    if weight is None or not isinstance(query, Tensor) or query.dim() != 3:
+        return False
+    b, _, dim = query.shape
+    return (
+        dim == block.dim
+        and keys.shape[0] == b
+        and keys.shape[2:] == (block.heads, block.width)
+        and query.dtype == keys.dtype == weight.dtype
+        and weight.dtype.is_floating_point
+        and query.layout == torch.strided
+        and ((query.is_cpu and keys.is_cpu and weight.is_cpu) or query.device == keys.device == weight.device)
+    )
+
+
+def _explain(module: nn.Module, block: AttentionBlock, query: Tensor, keys: Tensor) -> None:
+    """Raise the `InputError` that names what does not fit, if anything does not."""
     check_tensor("query", query, "b m d", b=keys.shape[0], d=block.dim)
     check_float("query", query)
     check_like_weights("query", query, module)
@@ -43,8 +68,6 @@ def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: T
     if query.dtype != keys.dtype and not torch.is_autocast_enabled(query.device.type):
         check_same("query", query, "the context", keys)
     check_tensor("keys", keys, "b n h e", h=block.heads, e=block.width)
-    if not query.is_cuda:  # reading values on CUDA would make every call wait for the device
-        check_finite("query", query)
 
 
 def check_budget(budget: int | None) -> None:
@@ -60,6 +83,8 @@ def check_search(
     if not isinstance(tree, Tree):
         reject("tree", "a Tree made by build()", type(tree).__name__)
     check_query(module, block, query, tree.keys)
+    if noise is None and choices is None:
+        return
     shape = {"b": query.shape[0], "m": query.shape[1], "depth": tree.plan.depth}
     for name, decisions in (("noise", noise), ("choices", choices)):
         if decisions is not None:

@@ -6,6 +6,8 @@ are skipped while a graph is being compiled or captured, where values cannot be 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -80,7 +82,7 @@ def check_finite(argument: str, value: Tensor, mask: Tensor | None = None) -> No
         value = value.masked_fill(~mask.reshape(mask.shape + (1,) * (value.dim() - mask.dim())), 0)
     limit = largest_input(value.dtype)
     low, high = torch.aminmax(value)  # both are NaN where any value is
-    if bool((low >= -limit) & (high <= limit)):
+    if low.item() >= -limit and high.item() <= limit:
         return
     bad = int(torch.isfinite(value).logical_not().sum())
     if bad:
@@ -89,6 +91,7 @@ def check_finite(argument: str, value: Tensor, mask: Tensor | None = None) -> No
     reject(argument, f"values of at most {limit:.2g}, whose squares can be added", f"{got:.2g}")
 
 
+@cache
 def largest_input(dtype: torch.dtype) -> float:
     """Up to here norms and scores of finite input are finite; half precision is too narrow to spare any of it."""
     largest = torch.finfo(dtype).max

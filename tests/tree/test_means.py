@@ -95,6 +95,18 @@ def test_a_context_without_a_mask_has_the_same_means(n: int, branch: int) -> Non
         check_nodes(row, mask, tree, given_, 1e-12)
 
 
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize(("n", "branch"), [(1, 2), (2, 2), (16, 2), (27, 3), (25, 5)])
+def test_means_are_the_same_whether_or_not_a_gradient_is_wanted(n: int, branch: int, b: int) -> None:
+    """Without one, all levels are written into one tensor; halves of a projection are not copied together first."""
+    keys, values = tokens(b, n, dtype=torch.float32)
+    with torch.no_grad():
+        plain = mean_tree(keys, values, branch, None)
+    trained = mean_tree(keys.requires_grad_(), values, branch, None)
+    assert plain[3] is trained[3] is None and trained[1].requires_grad
+    assert torch.equal(plain[1], trained[1]) and torch.equal(plain[2], trained[2])
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_loses_nothing_on_the_way_up(dtype: torch.dtype, masked: bool) -> None:

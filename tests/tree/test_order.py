@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retreever import ReTreever
 from retreever.errors import InputError
-from retreever.tree.order import ORDERS, Order, leaf_order
+from retreever.tree.order import ORDERS, Order, leaf_order, permutation_of
 from retreever.tree.plan import TreePlan
 
 properties = settings(max_examples=200, derandomize=True, deadline=None)
@@ -273,6 +273,39 @@ def test_principal_takes_points_that_are_all_the_same(n: int, branch: int) -> No
     mixed = torch.cat([copies, copies + 10], dim=1)
     halves = families(leaf_order("principal", mixed)[0], 2, 1)[0]
     assert halves == {frozenset(range(n)), frozenset(range(n, 2 * n))}
+
+
+@fewer
+@given(st.integers(2, 70), st.integers(2, 4), st.integers(2, 90), seeds)
+def test_principal_sorts_segments_by_their_first_component(n: int, branch: int, dx: int, seed: int) -> None:
+    """Against the eigenvectors of every segment, whether it has more tokens than coordinates or fewer."""
+    x = points(seed, 1, n, dx) * torch.tensor([100.0, *[1.0] * (dx - 1)])
+    x = x @ torch.linalg.qr(points(seed + 1, 1, dx, dx)[0])[0]
+    tokens = x[0, leaf_order("principal", x, branch=branch)[0]]
+    centred = tokens - tokens.mean(dim=0)
+    along = centred @ torch.linalg.eigh(centred.mT @ centred)[1][:, -1]
+    parts = [along[part * n // branch : (part + 1) * n // branch] for part in range(min(branch, n))]
+    parts = parts if parts[0].mean() < parts[-1].mean() else parts[::-1]
+    if TreePlan(n, branch).depth:
+        assert all(left.max() <= right.min() for left, right in pairwise(parts))
+
+
+@pytest.mark.parametrize("order", [*RECURSIVE, "principal"])
+@pytest.mark.parametrize("n", [37, 64])
+def test_numbers_that_are_none_still_give_a_permutation(order: Order, n: int) -> None:
+    """Unchecked callers may pass them: no token is lost or read twice."""
+    x = points(seed=5, b=2, n=n, dx=3)
+    x[0, ::3], x[1, 1] = torch.nan, torch.inf
+    for mask in (None, scattered_mask(5, 2, n)):
+        permutation = permutation_of(order, x, mask, 2, 0, 0)
+        assert permutation.sort(dim=1).values.tolist() == [list(range(n))] * 2
+
+
+def test_autocast_does_not_coarsen_the_order() -> None:
+    x = points(seed=6, b=1, n=200, dx=16).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = leaf_order("principal", x)
+    assert torch.equal(found, leaf_order("principal", x))
 
 
 @pytest.mark.parametrize("order", [order for order in ORDERS if order != "given"])

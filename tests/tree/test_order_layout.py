@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retreever.tree.build import plan_for
-from retreever.tree.order import LeafLayout, leaf_layout, segment_of_rank
+from retreever.tree.order import LeafLayout, leaf_layout
 from retreever.tree.plan import TreePlan
 
 EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "300"))
@@ -83,13 +83,3 @@ def test_padding_slots_point_at_a_valid_token() -> None:
 
 def test_a_row_without_tokens_has_no_real_leaf() -> None:
     assert not layout_of(ragged_plan(5, 2), 5, 0).real[1].any()
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, 100])
-@pytest.mark.parametrize("segments", [1, 2, 4, 3, 9])
-def test_segment_of_rank_is_the_same_split(n: int, segments: int) -> None:
-    """Segment j holds ranks floor(j*n/S) up to floor((j+1)*n/S), counted out one by one."""
-    bounds = [part * n // segments for part in range(segments + 1)]
-    expected = [part for part in range(segments) for _ in range(bounds[part], bounds[part + 1])]
-    ranks = torch.arange(n)[None]
-    assert segment_of_rank(ranks, torch.tensor([[n]]), segments)[0].tolist() == expected

@@ -12,7 +12,7 @@ from retreever.arguments import reject
 from retreever.ops.aggregate.api import aggregate, aggregates
 from retreever.ops.backend import Impl, choose
 from retreever.tree.aggregate import plain_weights
-from retreever.tree.order import leaf_layout
+from retreever.tree.order import in_order, leaf_layout
 from retreever.tree.plan import TreePlan
 
 CACHED_ROWS, MOST_PLANS = 2048, 1024
@@ -98,12 +98,11 @@ def leaves_of(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Ten
         return context, None
     if mask is None:
         layout = leaf_layout(plan, torch.full((1,), plan.n, device=context.device))
-        leaves = context[:, layout.index[0]].masked_fill(~layout.real[..., None], 0)
+        leaves = context.index_select(1, layout.index[0]).masked_fill(~layout.real[..., None], 0)
         return leaves, layout.real.expand(context.shape[0], -1)
     layout = leaf_layout(plan, mask.sum(dim=1))
     token = (~mask).to(torch.int8).argsort(dim=1, stable=True).gather(1, layout.index)
-    leaves = context.gather(1, token[..., None].expand(-1, -1, context.shape[2]))
-    return leaves.masked_fill(~layout.real[..., None], 0), layout.real
+    return in_order(context, token).masked_fill(~layout.real[..., None], 0), layout.real
 
 
 def level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Tensor, "b _"]]:

@@ -22,11 +22,13 @@ def mean_tree(
     """Plan, keys and values of all nodes over tokens in leaf order, and node mask. Padding holds finite numbers."""
     b, n, h, e = keys.shape
     plan = plan_for(n, branch, mask is not None)
+    if mask is None and plan.full and not (_needs_gradient(keys, values) or torch.compiler.is_compiling()):
+        return plan, *_filled(plan, keys, values), None
     leaves, real = leaves_of(torch.stack([keys, values], dim=2).flatten(2), plan, mask)
     levels, node_mask = [leaves], None
     if real is None:  # all blocks are full, so that means of means are means
         for level in range(plan.depth, 0, -1):
-            levels.append(_grouped(levels[-1], plan.branch**level).mean(dim=2))
+            levels.append(_mean(_grouped(levels[-1], plan.branch**level)))
     else:
         masks = level_masks(plan, real)
         node_mask = torch.cat(masks[::-1], dim=1)
@@ -37,6 +39,29 @@ def mean_tree(
             levels.append((sums / count.clamp_min(1)[..., None]).to(leaves.dtype))
     nodes = torch.cat(levels[::-1], dim=1).view(b, plan.nodes, 2, h, e)
     return plan, nodes[:, :, 0], nodes[:, :, 1], node_mask
+
+
+def _filled(plan: TreePlan, keys: Heads, values: Heads) -> tuple[Heads, Heads]:
+    """Keys and values of a full tree, where no gradient is needed: all levels are written in their place."""
+    nodes = keys.new_empty(keys.shape[0], plan.nodes, 2, *keys.shape[2:])
+    nodes[:, plan.leaf_offset :, 0], nodes[:, plan.leaf_offset :, 1] = keys, values
+    flat, stop = nodes.flatten(2), plan.nodes
+    for level in range(plan.depth, 0, -1):
+        start, middle = plan.offsets[level : level + 2]
+        _mean(_grouped(flat[:, middle:stop], plan.branch**level), out=flat[:, start:middle])
+        stop = middle
+    return nodes[:, :, 0], nodes[:, :, 1]
+
+
+def _mean(children: Float[Tensor, "b parents k c"], out: Tensor | None = None) -> Float[Tensor, "b parents c"]:
+    """Means of children; of pairs by `lerp`, which is several times faster than a sum over two."""
+    if children.shape[2] == 2:
+        return torch.lerp(children[:, :, 0], children[:, :, 1], 0.5, out=out)
+    return torch.mean(children, dim=2, out=out)
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def log_counts(plan: TreePlan, node_mask: Bool[Tensor, "b t"] | None, like: Tensor) -> Float[Tensor, "b t"]:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -32,8 +33,10 @@ ORDERS: tuple[Order, ...] = ("given", "axis", "kd", "kd-widest", "ball", "princi
 POWER_ITERATIONS = 4
 Coordinates = Float[Tensor, "b n dx"]
 Permutation = Int[Tensor, "b n"]
-# Given (x in current order, segment id of each token, level), the value each segment is sorted by.
-SplitKey = Callable[[Tensor, Tensor, int], Tensor]
+Segments = Float[Tensor, "b s w dx"]
+Values = Float[Tensor, "b s w"]
+# Given (coordinates by segments, which of them are real, level), the value each segment is sorted by.
+SplitValue = Callable[[Segments, Bool[Tensor, "b s w"] | None, int], Values]
 
 
 def leaf_order(
@@ -84,19 +87,20 @@ def permutation_of(
         return _masked_last(_flat_value(order, x, axis, seed).argsort(dim=1, stable=True), mask)
     if x.shape[2] == 1:  # on a line, every k-d or ball tree is one sort
         return _masked_last(x[..., 0].argsort(dim=1, stable=True), mask)
-    keys: dict[str, SplitKey] = {
+    values: dict[str, SplitValue] = {
         "kd": _cycling_axis,
         "kd-widest": _widest_axis,
         "ball": _farthest_pair,
         "principal": _principal_direction,
     }
-    return _recursive_order(x, mask, branch, keys[order])
+    return _recursive_order(x, mask, branch, values[order])
 
 
-def in_order(values: Tensor, permutation: Permutation) -> Tensor:
-    """values (b, n, ...) with the tokens of every row in the order of `permutation`."""
-    index = permutation.reshape(permutation.shape + (1,) * (values.dim() - 2))
-    return values.gather(1, index.expand_as(values))
+def in_order(values: Tensor, permutation: Int[Tensor, "b k"]) -> Tensor:
+    """values (b, n, ...) with the tokens of every row in the order of `permutation`, copied row by row."""
+    first = values.shape[1] * torch.arange(values.shape[0], device=values.device)[:, None]
+    picked = values.flatten(0, 1).index_select(0, (permutation + first).flatten())
+    return picked.view(*permutation.shape, *values.shape[2:])
 
 
 def _flat_value(order: str, x: Coordinates, axis: int, seed: int) -> Float[Tensor, "b n"]:
@@ -126,70 +130,99 @@ def _masked_last(permutation: Permutation, mask: Tensor | None) -> Permutation:
     return permutation.gather(1, (~mask.gather(1, permutation)).to(torch.int8).argsort(dim=1, stable=True))
 
 
-def _recursive_order(x: Coordinates, mask: Tensor | None, branch: int, split_key: SplitKey) -> Permutation:
-    """Split every segment into `branch` equal parts by `split_key`, level after level (k-d and ball trees)."""
+@torch.no_grad()
+def _recursive_order(x: Coordinates, mask: Tensor | None, branch: int, split_value: SplitValue) -> Permutation:
+    """Split every segment into `branch` equal parts by `split_value`, level after level (k-d and ball trees)."""
     b, n, dx = x.shape
+    dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float64
+    x = x.to(dtype).contiguous()
     permutation = _masked_last(torch.arange(n, device=x.device).expand(b, n), mask)
-    lengths = x.new_full((b, 1), n, dtype=torch.int64) if mask is None else mask.sum(dim=1, keepdim=True)
-    ranks = torch.arange(n, device=x.device).expand(b, n)
+    lengths = None if mask is None else mask.sum(dim=1)[:, None]
     for level in range(tree_depth(n, branch)):
-        segments = branch**level
-        # A row whose own tree is no deeper than this keeps its order: the split would fall inside a leaf block.
-        active = (segments * branch < lengths) & (ranks < lengths)
-        # Padding keeps a segment of its own behind all others, so it never moves.
-        segment = torch.where(ranks < lengths, segment_of_rank(ranks, lengths, segments), segments)
-        x_now = x.gather(1, permutation[..., None].expand(b, n, dx))
-        value = torch.where(active, split_key(x_now, segment, level), 0)
-        by_value = value.argsort(dim=1, stable=True)
-        move = by_value.gather(1, segment.gather(1, by_value).argsort(dim=1, stable=True))
-        permutation = permutation.gather(1, move)
+        place, real = _segments(n, lengths, branch**level, x.device)
+        tokens = permutation.gather(1, place.flatten(1).expand(b, -1)).view(b, *place.shape[1:])
+        grouped = in_order(x, tokens.flatten(1)).view(*tokens.shape, dx)
+        with torch.autocast(x.device.type, enabled=False):
+            value = split_value(grouped, real, level)
+        del grouped  # what a level frees, the next one uses again
+        if real is not None:
+            value = value.nan_to_num().masked_fill(~real, torch.inf)
+        moved = tokens.gather(2, value.argsort(dim=2, stable=True)).flatten(1)
+        if real is not None:
+            # A row whose own tree is no deeper than this keeps its order: the split would fall inside a leaf block.
+            moves = real if lengths is None else real & (branch ** (level + 1) < lengths)[..., None]
+            target = torch.where(moves, place, n).flatten(1).expand(b, -1)  # column n is for what does not move
+            moved = F.pad(permutation, (0, 1)).scatter(1, target, moved)[:, :n]
+        permutation = moved
     return permutation
 
 
-def _cycling_axis(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
-    return x[..., level % x.shape[2]]
+def _segments(
+    n: int, lengths: Int[Tensor, "b 1"] | None, segments: int, device: torch.device
+) -> tuple[Int[Tensor, "b s w"], Bool[Tensor, "b s w"] | None]:
+    """Ranks of the tokens of all segments, which differ by at most one in size, and which of them are real.
+
+    Slots behind the last token of a segment repeat it; None where there are none.
+    """
+    width = -(-n // segments)
+    if lengths is None and width * segments == n:
+        return torch.arange(n, device=device).view(1, segments, width), None
+    bounds = torch.arange(segments + 1, device=device) * (n if lengths is None else lengths) // segments
+    start, stop = bounds.view(-1, segments + 1, 1)[:, :-1], bounds.view(-1, segments + 1, 1)[:, 1:]
+    place = start + torch.arange(width, device=device)
+    return torch.minimum(place, stop - 1).clamp_min(0), place < stop
 
 
-def _widest_axis(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
-    spread = _reduce(x, segment, "amax") - _reduce(x, segment, "amin")  # (b, n, dx), the same within a segment
-    return x.gather(2, spread.argmax(dim=2, keepdim=True))[..., 0]
+def _cycling_axis(x: Segments, real: Tensor | None, level: int) -> Values:
+    return x[..., level % x.shape[3]]
 
 
-def _farthest_pair(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
+def _widest_axis(x: Segments, real: Tensor | None, level: int) -> Values:
+    widest = (x.amax(dim=2, keepdim=True) - x.amin(dim=2, keepdim=True)).argmax(dim=3, keepdim=True)
+    return x.gather(3, widest.expand(*x.shape[:3], 1))[..., 0]
+
+
+def _farthest_pair(x: Segments, real: Tensor | None, level: int) -> Values:
     """Project on the line through the point farthest from the centre and the point farthest from that one."""
-    first = _farthest_from(x, segment, _reduce(x, segment, "mean"))
-    second = _farthest_from(x, segment, first)
-    return ((x - first) * (second - first)).sum(dim=2)
+    first = _farthest(x, (x - _mean(x, real)).square().sum(dim=3))
+    second = _farthest(x, (x - first).square().sum(dim=3))
+    return ((x - first) * (second - first)).sum(dim=3)
 
 
-def _principal_direction(x: Tensor, segment: Tensor, level: int) -> Float[Tensor, "b n"]:
-    """Project on the direction in which the tokens of a segment vary most, found by a few power iterations."""
-    x = x if x.dtype.is_floating_point else x.double()
-    centred = x - _reduce(x, segment, "mean")
-    tiny = torch.finfo(x.dtype).tiny
-    centred = centred / _reduce(centred.abs().amax(dim=2, keepdim=True), segment, "amax").clamp_min(tiny)
-    direction = _farthest_from(centred, segment, torch.zeros_like(centred))
+def _principal_direction(x: Segments, real: Tensor | None, level: int) -> Values:
+    """Project on the direction in which the tokens of a segment vary most, found by a few power iterations.
+
+    In narrow segments the products of all pairs of tokens are fewer numbers than the tokens and take their place.
+    """
+    centred = x.sub_(_mean(x, real))
+    if real is not None:
+        centred.mul_(real[..., None])
+    distance = torch.linalg.vector_norm(centred, dim=3)
+    # The farthest at distance 1: the iterations multiply by at least 1 and at most the number of tokens.
+    centred.div_(distance.amax(dim=2)[..., None, None].clamp_min(torch.finfo(x.dtype).tiny))
+    if 2 * x.shape[2] <= x.shape[3]:
+        products = centred @ centred.mT
+        value = _farthest(products, distance)
+        for _ in range(POWER_ITERATIONS):
+            value = (value * products).sum(dim=3)[:, :, None]
+        return value[:, :, 0]
+    direction = _farthest(centred, distance)
     for _ in range(POWER_ITERATIONS):
-        direction = direction / direction.norm(dim=2, keepdim=True).clamp_min(tiny)
-        direction = _reduce(centred * (centred * direction).sum(dim=2, keepdim=True), segment, "mean")
-    return (centred * direction).sum(dim=2)
+        direction = direction @ centred.mT @ centred
+    return (direction @ centred.mT)[:, :, 0]
 
 
-def _farthest_from(x: Tensor, segment: Tensor, point: Tensor) -> Tensor:
-    """Per segment, its token farthest from `point`, repeated for every token of the segment."""
-    distance = (x - point).square().sum(dim=2, keepdim=True)
-    is_farthest = distance >= _reduce(distance, segment, "amax")
-    rank = torch.arange(x.shape[1], device=x.device)[None, :, None]
-    first = _reduce(torch.where(is_farthest, rank, x.shape[1]).to(torch.int64), segment, "amin")
-    return x.gather(1, first.expand_as(x))
+def _farthest(x: Segments, distance: Values) -> Float[Tensor, "b s 1 dx"]:
+    """Row of `x` at the largest distance in every segment, the first of equals."""
+    far = distance.argmax(dim=2)[..., None, None]
+    return x.gather(2, far.expand(*x.shape[:2], 1, x.shape[3]))
 
 
-def _reduce(x: Tensor, segment: Tensor, how: str) -> Tensor:
-    """Reduce x (b, n, c) within segments; every token gets the result of its segment."""
-    index = segment[..., None].expand_as(x)
-    size = x.shape[1] + 1
-    reduced = x.new_zeros(x.shape[0], size, x.shape[2]).scatter_reduce(1, index, x, how, include_self=False)
-    return reduced.gather(1, index)
+def _mean(x: Segments, real: Tensor | None) -> Float[Tensor, "b s 1 dx"]:
+    if real is None:
+        return x.mean(dim=2, keepdim=True)
+    count = real.sum(dim=2)[..., None, None].clamp_min(1)
+    return (x * real[..., None]).sum(dim=2, keepdim=True) / count
 
 
 @dataclass(frozen=True)
@@ -210,8 +243,3 @@ def leaf_layout(plan: TreePlan, lengths: Int[Tensor, " b"]) -> LeafLayout:
     start, stop = block * lengths[:, None] // blocks, (block + 1) * lengths[:, None] // blocks
     real = (block < blocks) & (place < stop - start)
     return LeafLayout(index=torch.where(real, start + place, 0), real=real)
-
-
-def segment_of_rank(ranks: Int[Tensor, "b n"], lengths: Int[Tensor, "b 1"], segments: int) -> Int[Tensor, "b n"]:
-    """Which of `segments` equal parts the token of each rank falls into, under the same even split."""
-    return (segments * (ranks + 1) - 1) // lengths.clamp_min(1)

@@ -32,17 +32,29 @@ def read_budget(
 ) -> tuple[Part, Int[Tensor, "b m s"]]:
     """Attention to the nodes that `budget` leaves, and their rows, -1 where there are fewer."""
     name = choose("frontier", impl, inputs.q)
-    q, keys, values, plan, node_mask = inputs[:5]
-    tensors = (q.detach(), keys.detach(), values.detach(), node_mask, inputs.log_count, path)
-    sizes = (plan.n, plan.branch, plan.block, budget, name)
+    plan, needs_gradient = inputs.plan, _needs_gradient(inputs)
+    plain = inputs
+    if needs_gradient:
+        plain = inputs._replace(q=inputs.q.detach(), keys=inputs.keys.detach(), values=inputs.values.detach())
     if name == "reference" or transformed():
-        plain = inputs._replace(q=tensors[0], keys=tensors[1], values=tensors[2])
-        rows = frontier_reference(plain, path, budget, spread(plan, budget, node_mask))
+        rows = frontier_reference(plain, path, budget, spread(plan, budget, inputs.node_mask))
+        return read_rows(inputs, rows), rows
+    if torch.compiler.is_compiling():
+        tensors = (*plain[:3], plain.node_mask, plain.log_count, path)
+        output, lse, rows = _run_op(*tensors, plan.n, plan.branch, plan.block, budget, name)
     else:
-        output, lse, rows = (_run_op if torch.compiler.is_compiling() else _run)(*tensors, *sizes)
-        if not _needs_gradient(inputs):
-            return Part(output, lse), rows
-    return read_rows(inputs, rows), rows
+        output, lse, rows = _expand(plain, path, budget, name)
+    return read_rows(inputs, rows) if needs_gradient else Part(output, lse), rows
+
+
+def _expand(inputs: SearchInputs, path: Tensor, budget: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp per head and rows of the nodes read, by the kernels of a backend, without gradients."""
+    open_ = spread(inputs.plan, budget, inputs.node_mask)
+    expand = _load(backend, inputs, open_)
+    if expand is not None:
+        return expand(inputs, path, budget, open_)
+    rows = frontier_reference(inputs, path, budget, open_)
+    return *read_rows(inputs, rows), rows
 
 
 def _run(
@@ -58,15 +70,9 @@ def _run(
     budget: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp per head and rows of the nodes read, by the kernels of a backend, without gradients."""
-    plan = TreePlan(n, branch, block)
-    inputs = SearchInputs(q, keys, values, plan, node_mask, log_count=log_count)
-    open_ = spread(plan, budget, node_mask)
-    expand = _load(backend, inputs, open_)
-    if expand is not None:
-        return expand(inputs, path, budget, open_)
-    rows = frontier_reference(inputs, path, budget, open_)
-    return *read_rows(inputs, rows), rows
+    """`_expand` with the arguments of a custom op."""
+    inputs = SearchInputs(q, keys, values, TreePlan(n, branch, block), node_mask, log_count=log_count)
+    return _expand(inputs, path, budget, backend)
 
 
 _run_op = torch.library.custom_op("retreever::read_budget", _run, mutates_args=())

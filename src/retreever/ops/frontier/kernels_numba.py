@@ -35,6 +35,9 @@ class Nodes(NamedTuple):
     keys: object
     key_row: int
     key_head: int
+    values: object
+    value_row: int
+    value_head: int
     mask: object
     counts: object
     masked: bool
@@ -50,6 +53,7 @@ class Cells(NamedTuple):
     rows: object
     shares: object
     scores: object
+    weights: object
 
 
 @part
@@ -77,11 +81,12 @@ def _share(tree, cells, count, real):
         for c in range(1, count):
             top = larger(top, load(cells.scores, c * stride + g))
         for c in range(count):
-            mass = mass + exp(load(cells.scores, c * stride + g) - top)
+            weight = exp(load(cells.scores, c * stride + g) - top)
+            store(cells.weights, c * LANES, weight)
+            mass = mass + weight
         norm = keep_first(splat(1 / tree.heads, real) / mass, tree.heads - g)
         for c in range(count):
-            weight = keep_first(exp(load(cells.scores, c * stride + g) - top), tree.heads - g)
-            cells.shares[c] += total(weight * norm)
+            cells.shares[c] += total(keep_first(load(cells.weights, c * LANES), tree.heads - g) * norm)
 
 
 @part
@@ -108,7 +113,7 @@ def _rank(shares, count, c):
 
 
 @part
-def _attend(tree, scores, rows, used, values, value_row, value_head, output, lse, real):
+def _attend(tree, scores, rows, used, output, lse, real):
     """Attention over the `used` nodes in `rows` with these scores."""
     heads, width = tree.heads, tree.width
     stride = lanes(heads, 1)
@@ -129,16 +134,18 @@ def _attend(tree, scores, rows, used, values, value_row, value_head, output, lse
             rest = min(LANES, width - x)
             acc = splat(0.0, real)
             for s in range(used):
-                weight = splat(scores[s * stride + h], real)
-                acc = fma(weight, load_first(values, rows[s] * value_row + h * value_head + x, rest), acc)
+                at = rows[s] * tree.value_row + h * tree.value_head + x
+                acc = fma(splat(scores[s * stride + h], real), load_first(tree.values, at, rest), acc)
             store_first(output, h * width + x, acc, rest)
 
 
 @part
 def _leave(tree, cells, c, rows, scores, used, real):
-    """Keep cell `c` among the nodes to read."""
+    """Keep cell `c` among the nodes to read; its value is on its way when it is needed."""
     stride = lanes(tree.heads, 1)
     rows[used] = cells.rows[c]
+    for h in range(tree.heads):
+        prefetch(tree.values, rows[used] * tree.value_row + h * tree.value_head)
     for g in range(0, tree.heads, LANES):
         store(scores, used * stride + g, load(cells.scores, c * stride + g))
     return used + 1
@@ -216,12 +223,13 @@ def expand(tensors, key_strides, value_strides, sizes, items, turns, real):
     stride, most = lanes(heads, 1), widest * max(branch, block)
     leaf, blocks = leaves(branch, depth)
     nodes = leaf + blocks * block
-    numbers = np.empty(most + LANES + (most + slots + 2) * stride, type(real))
+    numbers = np.empty((most + 1) * (1 + LANES) + LANES + (most + slots + 2) * stride, type(real))
     indices = np.empty(most + widest, np.int64)
     base, places = numbers.ctypes.data, indices.ctypes.data
     first = base + item * (most + LANES)
-    cells = Cells(pointer(places, INDEX), pointer(base, real), pointer(first, real))
     scores = pointer(first + item * (most + 1) * stride, real)
+    weights = pointer(first + item * (most + slots + 2) * stride, real)
+    cells = Cells(pointer(places, INDEX), pointer(base, real), pointer(first, real), weights)
     opened = pointer(places + 8 * most, INDEX)
     index = claim(turns, -1)
     while index < items:
@@ -229,6 +237,7 @@ def expand(tensors, key_strides, value_strides, sizes, items, turns, real):
         tree = Nodes(
             pointer(q + item * index * heads * width, real),
             pointer(keys + item * b * key_strides[0], real), key_strides[1], key_strides[2],
+            pointer(values + item * b * value_strides[0], real), value_strides[1], value_strides[2],
             pointer(mask + b * nodes, BYTE), pointer(counts + item * b * nodes, real), mask != 0, counts != 0,
             heads, width, type(real)(1 / math.sqrt(width)),
         )  # fmt: skip
@@ -242,8 +251,7 @@ def expand(tensors, key_strides, value_strides, sizes, items, turns, real):
             widths = pointer(table + 8 * depth_here * depth, INDEX)
             used = _descend(tree, cells, opened, widths, pointer(path, INDEX)[index], branch, depth, block, blocks,
                             leaf, rows, scores, real)  # fmt: skip
-        _attend(tree, scores, rows, used, pointer(values + item * b * value_strides[0], real), value_strides[1],
-                value_strides[2], pointer(output + item * index * heads * width, real),
+        _attend(tree, scores, rows, used, pointer(output + item * index * heads * width, real),
                 pointer(lse + item * index * heads, real), real)  # fmt: skip
         for s in range(used, slots):
             rows[s] = -1

@@ -3,6 +3,8 @@
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -33,5 +35,6 @@ def expand_numba(inputs: SearchInputs, path: Tensor, budget: int, spread: Spread
     return output, lse, rows
 
 
+@lru_cache(maxsize=256)
 def _tensor(table: tuple[tuple[int, ...], ...]) -> Tensor:
     return torch.tensor(table, dtype=torch.int64).reshape(len(table), -1)
