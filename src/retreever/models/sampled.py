@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,8 @@ class Noise(NamedTuple):
 
 class SampledProcess(NeuralProcess):
     """A neural process with `_noise`, `_sampled` and `_objective`, which subclasses define."""
+
+    copies: ClassVar[int] = SAMPLES  # predictions behind each prediction in evaluation
 
     def encode(
         self,

@@ -85,7 +85,8 @@ def _draw_panel(axis: Axes, panel: Mapping[str, Sequence[Row]], systems: Sequenc
 def _look(index: int, ours: bool) -> dict[str, Any]:
     """Style of a system: filled and joined by a line for ours, hollow and dotted for the paper's."""
     colour = PALETTE[index % len(PALETTE)]
-    look: dict[str, Any] = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "ms": 6.5, "mew": 1.3}
+    marker = MARKERS[(index + index // len(PALETTE)) % len(MARKERS)]  # no two systems have both in common
+    look: dict[str, Any] = {"color": colour, "marker": marker, "ms": 6.5, "mew": 1.3}
     look |= {"mec": colour, "elinewidth": 1.2, "capsize": 2.5, "zorder": 4 if ours else 3}
     return look | ({"mfc": colour, "lw": 1.3} if ours else {"mfc": "white", "lw": 0.9, "ls": ":"})
 
