@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
     from retreever.explanation import explain
     from retreever.fidelity import Fidelity
+    from retreever.models.bnp import BANP, BNP
+    from retreever.models.cmanp import CMANP
+    from retreever.models.cnp import CANP, CNP
+    from retreever.models.lbanp import LBANP
+    from retreever.models.np import ANP, NP
     from retreever.models.perceiver_io import PerceiverIO
     from retreever.models.random import RandomGuess
     from retreever.models.retreever import ReTreever
+    from retreever.models.tnp import TNPD
     from retreever.models.transformer_ca import TransformerCA
     from retreever.objective import Loss, ObjectiveConfig
     from retreever.ops.frontier.api import Part, merge_parts
@@ -30,10 +36,11 @@ if TYPE_CHECKING:
     from retreever.tree_multihead import TreeMultihead
 
 __all__ = [
-    "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "InputError",
-    "Loss", "ObjectiveConfig", "Part", "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA",
-    "Tree", "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "explain", "full_attention",
-    "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
+    "ANP", "BANP", "BNP", "CANP", "CMANP", "CNP", "LBANP", "NP", "TNPD", "BackendError", "Batch", "CheckpointError",
+    "ConfigError", "CrossAttention", "DataError", "Fidelity", "InputError", "Loss", "ObjectiveConfig", "Part",
+    "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA", "Tree", "TreeCrossAttention",
+    "TreeMultihead", "TreePlan", "__version__", "collate", "explain", "full_attention", "leaf_order", "load_pretrained",
+    "merge_parts", "tree_attention",
 ]  # fmt: skip
 
 _HOME = {
@@ -43,9 +50,15 @@ _HOME = {
     "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
     "explanation": ("explain",),
     "fidelity": ("Fidelity",),
+    "models.bnp": ("BANP", "BNP"),
+    "models.cmanp": ("CMANP",),
+    "models.cnp": ("CANP", "CNP"),
+    "models.lbanp": ("LBANP",),
+    "models.np": ("ANP", "NP"),
     "models.perceiver_io": ("PerceiverIO",),
     "models.random": ("RandomGuess",),
     "models.retreever": ("ReTreever",),
+    "models.tnp": ("TNPD",),
     "models.transformer_ca": ("TransformerCA",),
     "objective": ("Loss", "ObjectiveConfig"),
     "ops.frontier.api": ("Part", "merge_parts"),

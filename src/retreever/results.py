@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from retreever.ops.frontier.api import Part
 from retreever.tree.plan import TreePlan
 from retreever.tree.selected import frontier_scored, leaf_nodes, nodes_scored, selected_nodes
 
@@ -23,6 +24,28 @@ class KeyValues:
     keys: Float[Tensor, "b n h e"]
     values: Float[Tensor, "b n h e"]
     mask: Bool[Tensor, "b n"] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of contexts."""
+        return self.keys.shape[0]
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """A context prepared for a stack of attention layers: keys and values for each, the first layer first.
+
+    `parts` is attention of a set of learned tokens to the context, with what is needed to add further points; empty for
+    models that cannot.
+    """
+
+    layers: tuple[KeyValues, ...]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of contexts."""
+        return self.layers[0].rows
 
 
 @dataclass(frozen=True)

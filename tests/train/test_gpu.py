@@ -21,7 +21,10 @@ BRIEF: dict[str, Any] = {
 }  # fmt: skip
 COPY = make_recipe("copy", n=32, **BRIEF)
 GP = make_recipe("gp", layers=2, dropout=0.1, **BRIEF)
-both = pytest.mark.parametrize("recipe", [COPY, GP, GP.changed(sizes="batch")], ids=["copy", "gp", "gp-rooms"])
+SAMPLED = {name: make_recipe("gp", model=name, dim=16, **BRIEF) for name in ("anp", "bnp", "banp")}
+OTHERS = {name: make_recipe("gp", model=name, layers=2, **BRIEF) for name in ("tnpd", "lbanp", "cmanp")}
+RECIPES = {"copy": COPY, "gp": GP, "gp-rooms": GP.changed(sizes="batch"), **SAMPLED, **OTHERS}
+both = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 @pytest.fixture(autouse=True)

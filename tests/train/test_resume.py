@@ -19,6 +19,7 @@ from retreever.cli import main
 from retreever.errors import CheckpointError, ConfigError
 from retreever.lab.recipes.recipe import Recipe, make_recipe
 from retreever.tasks.copy import CopyTask
+from retreever.tasks.gp import GPTask
 from retreever.train.checkpoint import latest_checkpoint, load_checkpoint
 from retreever.train.engine import Trainer
 from retreever.train.resume import resume_from, save
@@ -82,6 +83,32 @@ def test_resumed_after_any_step_gives_the_same_bits(stop: int, tmp_path: Path, u
     torch.rand(13)  # whatever happened in between
     train_in(folder, a_trainer())
     assert_same_bits(folder, uninterrupted)
+
+
+@pytest.mark.parametrize("model", ["anp", "bnp"])
+def test_runs_that_sample_give_the_same_bits_when_resumed(model: str, tmp_path: Path) -> None:
+    """Latents and bootstraps come from streams that checkpoints hold."""
+    recipe = make_recipe("gp", model=model, dim=8, **BRIEF | {"steps": 6})
+
+    def trained(folder: RunFolder, stop: int = 0) -> RunFolder:
+        torch.manual_seed(7)
+        trainer = Trainer(recipe.make_model(), GPTask(), recipe.train)
+        trainer._validation = list(GPTask().validation(2))
+
+        def kill(progress: Any) -> None:
+            if progress.step == stop:
+                raise KeyError
+
+        train_in(folder, trainer, kill)
+        return folder
+
+    whole, broken = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "broken")
+    for folder in (whole, broken):
+        folder.path.mkdir()
+    with pytest.raises(KeyError):
+        trained(broken, stop=4)
+    torch.rand(13)
+    assert_same_bits(trained(broken), trained(whole))
 
 
 def test_a_signal_saves_and_leaves(tmp_path: Path, uninterrupted: RunFolder) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from retreever import Batch, InputError, ReTreever, TransformerCA
+from retreever import NP, Batch, InputError, ReTreever, TransformerCA
 from retreever.tasks.gp import GPTask
 from retreever.train import evaluate as public_evaluate
-from retreever.train.score import _groups, evaluate
+from retreever.train.score import _groups, _points_at_once, evaluate
 
 
 def small_task() -> GPTask:
@@ -26,14 +26,11 @@ def test_joined_batches_score_as_they_do_alone(kind: type, monkeypatch: pytest.M
     model, task = kind(dim=16, layers=1, hidden=16).double().eval(), small_task()
     batches = [_double(batch) for batch in task.test()]
     alone = evaluate(model, task, batches)
-    monkeypatch.setattr("torch.device", _Pretend)  # as on an accelerator, where batches are joined
+    at_once = _points_at_once(model, torch.device("cuda"))
+    assert at_once == 2**18 and _points_at_once(NP(), torch.device("cuda")) == 2**21 // 50
+    monkeypatch.setattr("retreever.train.score._points_at_once", lambda *_: at_once)  # as on an accelerator
     joined = evaluate(model, task, batches)
     assert abs(alone - joined) < 1e-9
-
-
-class _Pretend:
-    def __init__(self, name: str) -> None:
-        self.type = "pretend"
 
 
 def _double(batch: Batch) -> Batch:
@@ -94,3 +91,15 @@ def test_what_stands_at_masked_targets_changes_no_score() -> None:
 def test_batches_have_to_be_batches(batches: Any, got: str) -> None:
     with pytest.raises(InputError, match=f"^batches: .*{got}"):
         evaluate(TransformerCA(dim=16, layers=1, hidden=16), small_task(), batches)
+
+
+def test_models_that_sample_score_the_same_every_time() -> None:
+    """And leave the stream of random numbers as it was."""
+    task = GPTask()
+    torch.manual_seed(0)
+    model, batches = NP(dim=8, heads=2), list(task.validation(2))
+    state = torch.get_rng_state()
+    first = evaluate(model, task, batches)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(5)
+    assert evaluate(model, task, batches) == first

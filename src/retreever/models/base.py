@@ -17,7 +17,7 @@ from torch.distributions import Distribution
 from retreever.arguments import reject
 from retreever.batch import Batch, check_points, without_padding
 from retreever.checks import check_finite, check_float, check_like_weights, check_tensor, values_readable
-from retreever.models.config import ModelConfig
+from retreever.models.config import AnyConfig
 from retreever.nn.embed import PointEmbed, SequenceEmbed
 from retreever.nn.heads import AnyHead
 from retreever.objective import Loss, masked_mean
@@ -31,7 +31,7 @@ Mask = Bool[Tensor, "b n"] | None
 class Model(nn.Module, ABC):
     """A model with an embedding, a head, and `_encode` and `_answer`, which subclasses define."""
 
-    config: ModelConfig
+    config: AnyConfig
     embed: PointEmbed | SequenceEmbed
     head: AnyHead
     memory: ClassVar[Any]  # the type that `encode` returns
@@ -53,12 +53,16 @@ class Model(nn.Module, ABC):
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
         batch = take_batch(self, batch)
-        dist = self._answer(self._encode(batch.xc, batch.yc, batch.context_mask), batch.xt)
+        dist = self._predict(batch.xc, batch.yc, batch.context_mask, batch.xt)
         return Loss.only_task(masked_mean(self.head.loss(dist, batch.yt), batch.target_mask))
 
     @abstractmethod
     def tokens(self, n: int) -> int:
         """Tokens each query attends to when the context has `n` (the paper's convention)."""
+
+    def _predict(self, xc: Contexts, yc: Values, mask: Mask, xt: Targets) -> Distribution:
+        """`predict` without its checks; models override it where both steps at once are faster."""
+        return self._answer(self._encode(xc, yc, mask), xt)
 
     @abstractmethod
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Any:
@@ -90,7 +94,7 @@ def check_memory(model: Model, memory: Any, xt: Tensor) -> None:
     """A memory must be what `encode` returns, and the queries must fit it."""
     if not isinstance(memory, model.memory):
         reject("memory", f"{model.memory.__name__} made by encode()", type(memory).__name__)
-    check_queries(model, xt, memory.keys.shape[0])
+    check_queries(model, xt, memory.rows)
 
 
 def check_queries(model: Model, xt: Tensor, b: int) -> None:
@@ -125,7 +129,7 @@ def take_batch(model: Model, batch: Batch) -> Batch:
     return replace(batch, **context, xt=without_padding(batch.xt, batch.target_mask), yt=truth)
 
 
-def _coordinates(config: ModelConfig) -> int:
+def _coordinates(config: AnyConfig) -> int:
     return 1 if config.inputs == "sequence" else config.dim_x
 
 

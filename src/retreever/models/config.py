@@ -1,4 +1,4 @@
-"""Settings common to all models, and the embedding, encoder and head made from them."""
+"""Settings of models, and the embedding, encoder and head made from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from retreever.arguments import check_choice, check_int, check_number
+from retreever.arguments import check_choice, check_int, check_number, reject
 from retreever.errors import ConfigError
 from retreever.nn.blocks import RESIDUALS, Residual
 from retreever.nn.embed import PointEmbed, SequenceEmbed
@@ -20,23 +20,17 @@ Inputs = Literal["points", "sequence"]
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Settings common to all models; the defaults are the paper's sizes.
+class AnyConfig:
+    """Settings that every model has.
 
     Attributes:
         dim_x: coordinates per point.
         dim_y: values per context point; for sequences the number of symbols.
         outputs: values predicted per query, or classes; 0 means `dim_y`.
         inputs: "points" are (x, y) pairs; "sequence" is symbols at positions.
-        head: "gaussian", "bounded" (std at least 0.05), "categorical" or "point".
-        encoder: "transformer", "identity", "linformer" or "chordmixer".
+        head: "gaussian", "bounded" (std at least 0.05), "floored" (at least 0.1), "categorical" or "point".
         dim: width of all tokens.
         heads: attention heads.
-        layers: encoder layers.
-        hidden: width of feed-forward layers and of the head.
-        dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
-        residual: form of the residual connections.
-        max_tokens: longest context of encoders that depend on positions.
         impl: which kernels the whole model runs; "auto" takes the fastest available, "reference" none.
     """
 
@@ -45,24 +39,15 @@ class ModelConfig:
     outputs: int = 0
     inputs: Inputs = "points"
     head: Head = "gaussian"
-    encoder: Encoder = "transformer"
     dim: int = 64
     heads: int = 4
-    layers: int = 6
-    hidden: int = 128
-    dropout: float = 0.0
-    residual: Residual = "pre"
-    max_tokens: int = 512
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("dim_x", "dim_y", "dim", "heads", "hidden", "max_tokens"):
+        for name in ("dim_x", "dim_y", "dim", "heads"):
             check_int(name, getattr(self, name), 1)
         check_int("outputs", self.outputs, 0)
-        check_int("layers", self.layers, 0)
-        check_number("dropout", self.dropout, below=1.0)
         check_choice("inputs", self.inputs, ("points", "sequence"))
-        check_choice("residual", self.residual, RESIDUALS)
         check_choice("impl", self.impl, IMPLS)
 
     @property
@@ -70,8 +55,42 @@ class ModelConfig:
         """Values or classes predicted per query."""
         return self.outputs or self.dim_y
 
+    def points_only(self) -> None:
+        """Raise `InputError` unless the inputs are points."""
+        if self.inputs != "points":
+            reject("inputs", "points, which is all this model takes", repr(self.inputs))
 
-C = TypeVar("C", bound=ModelConfig)
+
+@dataclass(frozen=True)
+class ModelConfig(AnyConfig):
+    """Settings of the models of the paper; the defaults are its sizes.
+
+    Attributes:
+        encoder: "transformer", "identity", "linformer" or "chordmixer".
+        layers: encoder layers.
+        hidden: width of feed-forward layers and of the head.
+        dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
+        residual: form of the residual connections.
+        max_tokens: longest context of encoders that depend on positions.
+    """
+
+    encoder: Encoder = "transformer"
+    layers: int = 6
+    hidden: int = 128
+    dropout: float = 0.0
+    residual: Residual = "pre"
+    max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("layers", self.layers, 0)
+        for name in ("hidden", "max_tokens"):
+            check_int(name, getattr(self, name), 1)
+        check_number("dropout", self.dropout, below=1.0)
+        check_choice("residual", self.residual, RESIDUALS)
+
+
+C = TypeVar("C", bound=AnyConfig)
 
 
 def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:

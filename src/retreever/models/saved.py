@@ -7,16 +7,27 @@ from typing import Any
 
 from retreever.errors import ConfigError
 from retreever.models.base import Model
-from retreever.models.config import ModelConfig
+from retreever.models.bnp import BANP, BNP
+from retreever.models.cmanp import CMANP, CMANPConfig
+from retreever.models.cnp import CANP, CNP
+from retreever.models.config import AnyConfig, ModelConfig
+from retreever.models.lbanp import LBANP, LBANPConfig
+from retreever.models.neural_process import NPConfig
+from retreever.models.np import ANP, NP
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
+from retreever.models.tnp import TNPD, TNPDConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
 
-KINDS: dict[str, tuple[type[Model], type[ModelConfig]]] = {
+KINDS: dict[str, tuple[type[Model], type[AnyConfig]]] = {
     "ReTreever": (ReTreever, ReTreeverConfig),
     "TransformerCA": (TransformerCA, ModelConfig),
     "PerceiverIO": (PerceiverIO, PerceiverIOConfig),
+    **{kind.__name__: (kind, NPConfig) for kind in (CNP, CANP, NP, ANP, BNP, BANP)},
+    "TNPD": (TNPD, TNPDConfig),
+    "LBANP": (LBANP, LBANPConfig),
+    "CMANP": (CMANP, CMANPConfig),
 }
 
 

@@ -158,6 +158,17 @@ class AttentionBlock(nn.Module):
         """Attention over all tokens that `mask` calls real."""
         return attention(q, keys, values, mask, self.dropout if self.training else 0.0, self.impl)
 
+    def read(
+        self,
+        query: Float[Tensor, "b m d"],
+        keys: Float[Tensor, "b n h e"],
+        values: Float[Tensor, "b n h e"],
+        mask: Bool[Tensor, "b n"] | None = None,
+    ) -> Float[Tensor, "b m d"]:
+        """The whole block, with keys and values prepared by `key_values`."""
+        normed, q = self.start(query)
+        return self.finish(query, normed, self.attend(q, keys, values, mask))
+
     def forward(
         self,
         query: Float[Tensor, "b m d"],

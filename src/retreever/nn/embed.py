@@ -15,10 +15,10 @@ from retreever.nn.blocks import MLP
 class PointEmbed(nn.Module):
     """Points of a function: (x, y) pairs as context, x alone as query (paper, appendix; depth 4 with ELU)."""
 
-    def __init__(self, dim_x: int, dim_y: int, dim: int, depth: int = 4) -> None:
+    def __init__(self, dim_x: int, dim_y: int, dim: int, depth: int = 4, activation: type[nn.Module] = nn.ELU) -> None:
         super().__init__()
-        self.of_context = MLP(dim_x + dim_y, dim, dim, depth, nn.ELU)
-        self.of_query = MLP(dim_x, dim, dim, depth, nn.ELU)
+        self.of_context = MLP(dim_x + dim_y, dim, dim, depth, activation)
+        self.of_query = MLP(dim_x, dim, dim, depth, activation)
 
     def context(self, x: Float[Tensor, "b n dx"], y: Float[Tensor, "b n dy"]) -> Float[Tensor, "b n d"]:
         """Tokens of context points."""

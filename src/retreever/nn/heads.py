@@ -13,24 +13,26 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from retreever.arguments import check_choice, check_int
 from retreever.nn.blocks import MLP
+from retreever.nn.mixture import FunctionMixture, log_mean_exp
 
-Head = Literal["gaussian", "bounded", "categorical", "point"]
-HEADS: tuple[Head, ...] = ("gaussian", "bounded", "categorical", "point")
+Head = Literal["gaussian", "bounded", "floored", "categorical", "point"]
+HEADS: tuple[Head, ...] = ("gaussian", "bounded", "floored", "categorical", "point")
+FLOORS: dict[Head, float] = {"bounded": 0.05, "floored": 0.1}  # smallest standard deviations
 
 
 class AnyHead(nn.Module, ABC):
-    """A net of two linear layers; with `norm` a layer norm first, for features from a pre-norm residual stream."""
+    """A net of `depth` linear layers; with `norm` a layer norm first, for features from a pre-norm residual stream."""
 
-    def __init__(self, dim: int, hidden: int, width: int, norm: bool = False) -> None:
+    def __init__(self, dim: int, hidden: int, width: int, norm: bool = False, depth: int = 2) -> None:
         super().__init__()
-        layers = MLP(dim, hidden, width, 2)
+        layers = MLP(dim, hidden, width, depth)
         self.net = nn.Sequential(nn.LayerNorm(dim), layers) if norm else layers
 
-    def forward(self, features: Float[Tensor, "b m d"]) -> Distribution:
+    def forward(self, features: Float[Tensor, "*k b m d"]) -> Distribution:
         return self.distribution(self.net(features))
 
     @abstractmethod
-    def distribution(self, raw: Float[Tensor, "b m width"]) -> Distribution:
+    def distribution(self, raw: Float[Tensor, "*k b m width"]) -> Distribution:
         """The distribution for an output of `net`."""
 
     def loss(self, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "b m"]:
@@ -41,11 +43,13 @@ class AnyHead(nn.Module, ABC):
 class GaussianHead(AnyHead):
     """Independent normals per output. std = exp(s), or with a floor: std = floor + (1 - floor) * softplus(s)."""
 
-    def __init__(self, dim: int, hidden: int, outputs: int, norm: bool = False, floor: float | None = None) -> None:
-        super().__init__(dim, hidden, 2 * outputs, norm)
+    def __init__(
+        self, dim: int, hidden: int, outputs: int, norm: bool = False, depth: int = 2, floor: float | None = None
+    ) -> None:
+        super().__init__(dim, hidden, 2 * outputs, norm, depth)
         self.floor = floor
 
-    def distribution(self, raw: Float[Tensor, "b m two_dy"]) -> Distribution:
+    def distribution(self, raw: Float[Tensor, "*k b m two_dy"]) -> Distribution:
         """Normals with the mean and the spread that `net` gives."""
         mean, raw = raw.chunk(2, dim=-1)
         std = raw.exp() if self.floor is None else self.floor + (1 - self.floor) * F.softplus(raw)
@@ -72,8 +76,13 @@ class PointHead(AnyHead):
         return squared_error(dist, y)
 
 
-def log_likelihood(dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "b m"]:
-    """Log-likelihood of every query, summed over its outputs; unknown outputs are NaN in `y` and count 0."""
+def log_likelihood(dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> Float[Tensor, "*k b m"]:
+    """Log-likelihood of every query, summed over its outputs; unknown outputs are NaN in `y` and count 0.
+
+    Of k predictions per query where `dist` has k.
+    """
+    if isinstance(dist, FunctionMixture):
+        return log_mean_exp(log_likelihood(dist.components, y))
     if not isinstance(dist, Independent):
         return dist.log_prob(y)
     known = ~y.isnan()
@@ -87,12 +96,12 @@ def squared_error(dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tenso
     return (dist.mean - y.masked_fill(~known, 0)).masked_fill(~known, 0).square().sum(dim=-1)
 
 
-def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False) -> AnyHead:
-    """The head of that name; "bounded" is the Gaussian with a standard deviation of at least 0.05."""
+def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False, depth: int = 2) -> AnyHead:
+    """The head of that name; "bounded" and "floored" are Gaussian with a standard deviation of at least 0.05 or 0.1."""
     check_choice("head", head, HEADS)
     check_int("outputs", outputs, 1)
     if head == "categorical":
-        return CategoricalHead(dim, hidden, outputs, norm)
+        return CategoricalHead(dim, hidden, outputs, norm, depth)
     if head == "point":
-        return PointHead(dim, hidden, outputs, norm)
-    return GaussianHead(dim, hidden, outputs, norm, floor=0.05 if head == "bounded" else None)
+        return PointHead(dim, hidden, outputs, norm, depth)
+    return GaussianHead(dim, hidden, outputs, norm, depth, FLOORS.get(head))

@@ -11,16 +11,20 @@ from torch import Tensor
 from retreever.arguments import reject
 from retreever.batch import Batch, collate, without_padding
 from retreever.train.protocols import Model, Task
+from retreever.train.random import OwnDefault
 
 Means = Float[Tensor, "values batches"]
 Measure = Callable[[Batch], Sequence[Tensor]]  # values (b, m), one for every query
 JOINED_POINTS = 2**18  # an accelerator takes small batches together, up to this many context and target points
+JOINED_COPIES = 2**21  # and up to this many of the points that models read and predict once per sample
+SEED = 0  # of the numbers that models draw
 
 
 def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
     """Mean over `batches` of the task's metric over their real targets.
 
-    Batches weigh the same whatever their size: this is how the paper and those before it measure.
+    Batches weigh the same whatever their size: this is how the paper and those before it measure. Models that sample
+    draw the same numbers in every call.
     """
 
     def measure(batch: Batch) -> list[Tensor]:
@@ -36,15 +40,20 @@ def batch_means(model: Model, measure: Measure, batches: Iterable[Batch], device
         reject("batches", "an iterable of batches", "a Batch")
     was_training = model.training
     model.train(False)
-    joined = 0 if torch.device(device).type == "cpu" else JOINED_POINTS
+    joined = _points_at_once(model, torch.device(device))
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), OwnDefault(torch.device(device), SEED).lent():
             means = [_means(measure, group, device) for group in _groups(batches, joined)]
     finally:
         model.train(was_training)
     if not means:
         reject("batches", "at least one batch", "none")
     return torch.cat(means, dim=1)
+
+
+def _points_at_once(model: Model, device: torch.device) -> int:
+    """How many points of small batches go through the model together; 0 takes every batch alone."""
+    return 0 if device.type == "cpu" else min(JOINED_POINTS, JOINED_COPIES // getattr(model, "copies", 1))
 
 
 def _means(measure: Measure, group: list[Batch], device: torch.device | str) -> Means:

@@ -43,6 +43,11 @@ class Tree:
     counted: Float[Tensor, "b t h e1"] | None = None
     order: Int[Tensor, "b n"] | None = None
 
+    @property
+    def rows(self) -> int:
+        """Number of contexts."""
+        return self.keys.shape[0]
+
 
 def plan_for(n: int, branch: int, ragged: bool) -> TreePlan:
     """The plan `build_nodes` uses. In a ragged batch leaf blocks have `branch` slots, so that shorter contexts fit."""

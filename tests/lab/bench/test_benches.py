@@ -25,7 +25,7 @@ from retreever.lab.bench.attention import (
 from retreever.lab.bench.build import build_rows, matrix_products
 from retreever.lab.bench.figures import BUDGET, BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
 from retreever.lab.bench.memory import growth, peak_bytes
-from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, TrainBench
+from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, ModelsBench, TrainBench
 from retreever.lab.bench.paper import PUBLISHED
 from retreever.lab.bench.report import Run
 from retreever.lab.bench.timing import Timing
@@ -38,6 +38,7 @@ BENCHES: dict[str, Callable[[Path], BenchOptions]] = {
     "attention": lambda out: AttentionBench(out=out, n=(8, 32), m=(1, 3), quick=True, **TINY),
     "build": lambda out: BuildBench(out=out, n=(9, 32), dim=8, heads=2, **TINY),
     "memory": lambda out: MemoryBench(out=out, n=(8, 32), m=(2,), dim=8, heads=2, **TINY),
+    "models": lambda out: ModelsBench(out=out, tasks=("gp",), contexts=2, targets=3, quick=True, **TINY),
     "train": lambda out: TrainBench(out=out, tasks=("copy", "emnist"), n=8, batch=2, data=out / "none", **TINY),
 }
 
@@ -55,8 +56,9 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_every_benchmark_says_what_was_asked_and_found(result: dict[str, Any]) -> None:
     rows, options = result["rows"], result["options"]
-    sizes = {row["task"] for row in rows} if result["benchmark"] == "train" else {row["n"] for row in rows}
-    assert sizes >= ({"copy"} if result["benchmark"] == "train" else set(options["n"])) and options["samples"] == 3
+    by_task = {"train": "copy", "models": "gp"}.get(result["benchmark"])
+    sizes = {row["task"] for row in rows} if by_task else {row["n"] for row in rows}
+    assert sizes >= ({by_task} if by_task else set(options["n"])) and options["samples"] == 3
     kind = "bytes" if result["benchmark"] == "memory" else "us"
     assert all(row[kind] > 0 for row in rows)
 
@@ -67,6 +69,7 @@ def test_every_benchmark_covers_its_methods(result: dict[str, Any]) -> None:
         "attention": {TREE, BUDGET, FULL, PERCEIVER, REFERENCE, "TCA, branch 2", "Perceiver IO read-out"},
         "build": {BUILD, PRODUCTS, "layout", "aggregation"},
         "memory": {TREE, "all tokens, cached", "all tokens, raw"},
+        "models": {"predict", "answer", "predict, plain torch"},
         "train": {CROSS, PLAIN, SEARCH},
     }
     assert methods >= expected[result["benchmark"]]

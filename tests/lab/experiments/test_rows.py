@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retreever.errors import ConfigError
-from retreever.lab.experiments.command import curves_of, draw_figure, token_points
+from retreever.lab.experiments.command import curves_of, draw_figure, draw_times, token_points
 from retreever.lab.experiments.recipe import load_recipe, recipes_in
-from retreever.lab.experiments.results import Entry, check_entry
+from retreever.lab.experiments.results import Entry, check_entry, save_results
 from retreever.lab.experiments.rows import Printed, Row, load_paper, load_rows, rows_of
 from retreever.lab.experiments.table import difference, make_table
 
@@ -151,6 +151,40 @@ def test_benchmarks_are_read_where_they_are(folder: Path) -> None:
     (folder / "bench.json").write_text(json.dumps({**bench, "rows": rows * 2}))
     with pytest.raises(ConfigError, match="expected one row with"):
         load_rows(load_recipe(file), folder)
+
+
+def test_times_of_predictions_stand_beside_the_scores(folder: Path, tmp_path: Path) -> None:
+    """Of the models that were timed, not of those read over all leaves or computed."""
+    file = folder / "small.toml"
+    file.write_text('times = "models.json"\n' + file.read_text())
+    results = {"copy-8-tca-seed0": entry(0, test=70.0, test_full=75.0)}
+    assert [row.us for row in rows_of(load_recipe(file), load_paper(folder), results)] == [None] * 4
+    row = {"task": "copy", "model": "tca", "latents": 0}
+    times = [{**row, "method": "predict", "us_per_target": 12.345}, {**row, "method": "answer", "us_per_target": 1.0}]
+    (folder / "models.json").write_text(json.dumps({"rows": times}))
+    recipe = load_recipe(file)
+    rows = rows_of(recipe, load_paper(folder), results)
+    assert [row.us for row in rows] == [None, 12.345, None, None] and rows[1].to_json()["us"] == 12.345
+    text = make_table(recipe, rows).to_markdown()
+    assert "µs per prediction" in text and "12.3" in text
+    with pytest.raises(ConfigError, match=r"expected a table with times .* and results, got 'small'"):
+        draw_times(recipe, folder, tmp_path / "small.png")
+    save_results(folder, "copy", results)
+    pytest.importorskip("matplotlib")
+    assert draw_times(recipe, folder, tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+    (folder / "models.json").write_text(json.dumps({"rows": [{"method": "predict"}]}))
+    with pytest.raises(ConfigError, match="expected rows of `retreever bench models`, got KeyError"):
+        load_rows(recipe, folder)
+
+
+def test_every_shipped_table_names_the_published_systems() -> None:
+    """Nine neural processes with a number of the paper each, on GP regression, EMNIST digits and CelebA."""
+    names = ("CNP", "CANP", "NP", "ANP", "BNP", "BANP", "TNP-D", "LBANP, 128 latents", "CMANP, 128 latents")
+    for table, columns in (("gp", ("RBF", "Matern 5/2")), ("images", ("EMNIST, seen classes", "CelebA32"))):
+        rows = {(row.system, row.setting): row for row in load_rows(ALL[table], SHIPPED)}
+        for name in names:
+            for column in columns:
+                assert rows[name, column].printed is not None, (name, column)
 
 
 def test_every_shipped_benchmark_table_is_measured() -> None:

@@ -22,6 +22,7 @@ PIL = pytest.importorskip("PIL.Image")
 TAGS = ("010-000-024-033", "010-000-030-096", "020-000-033-111", "020-000-032-221")
 STEPS = {"copy": 80, "gp": 40, "emnist": 24, "celeba": 24, "activity": 40}
 CASES = [(task, model) for task in STEPS for model in ("retreever", "transformer-ca", "perceiver-io")]
+CASES += [("gp", "np"), ("emnist", "tnpd"), ("celeba", "lbanp")]
 
 
 def bump(size: int, generator: np.random.Generator) -> np.ndarray:

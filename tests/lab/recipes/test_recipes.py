@@ -10,10 +10,10 @@ import pytest
 
 from retreever import ConfigError, InputError
 from retreever.cli import main, parse, train_command
-from retreever.lab.recipes.defaults import DEFAULTS, PUBLISHED, QUICK
-from retreever.lab.recipes.options import asked_preset
-from retreever.lab.recipes.recipe import Recipe, make_recipe, recipe_from_json, setting_names
-from retreever.lab.recipes.tasks import TASKS
+from retreever.lab.recipes.defaults import DEFAULTS, MODELS, PUBLISHED, QUICK
+from retreever.lab.recipes.options import asked
+from retreever.lab.recipes.recipe import PRESETS, Recipe, make_recipe, recipe_from_json, setting_names
+from retreever.lab.recipes.tasks import NEURAL_PROCESSES, TASKS
 
 each = pytest.mark.parametrize("task", TASKS)
 
@@ -78,7 +78,7 @@ def test_the_command_line_knows_what_was_given_by_hand() -> None:
     assert parsed("copy", "--n", "256", "--preset", "paper", "--lr", "1e-3").train.lr == 1e-3
     assert parsed("gp", "--model", "perceiver-io").model.residual == "pre"
     assert parsed("gp", "--seeds", "4").train.seed == parsed("gp", "--seed", "4").train.seed == 4
-    assert asked_preset(["copy", "--preset"]) == asked_preset(["copy", "--preset", "other"]) == "default"
+    assert asked(["copy", "--preset"], "--preset", PRESETS) is asked(["--preset", "other"], "--preset", PRESETS) is None
 
 
 def test_residuals_are_those_a_model_trains_best_with_unless_given() -> None:
@@ -123,6 +123,52 @@ def test_published_models_have_the_paper_codes_sizes(task: str, model: str, para
     for preset in ("paper", "default"):
         made = make_recipe(task, preset=preset, model=model).make_model()  # type: ignore[arg-type]
         assert abs(sum(p.numel() for p in made.parameters()) - parameters) <= 0.01 * parameters
+
+
+COUNTS = {  # of section 3 of the sheet of published systems: gp, celeba, emnist
+    "cnp": (215_682, 349_190, 298_626),
+    "canp": (331_906, 465_542, 414_978),
+    "np": (232_194, 365_702, 315_138),
+    "anp": (348_418, 482_054, 431_490),
+    "bnp": (248_450, 381_958, 331_394),
+    "banp": (364_674, 498_310, 447_746),
+    "tnpd": (222_082, 222_790, 222_146),
+}
+
+
+@pytest.mark.parametrize("model", COUNTS)
+def test_neural_processes_have_the_published_sizes(model: str) -> None:
+    for task, parameters in zip(("gp", "celeba", "emnist"), COUNTS[model], strict=True):
+        for preset in PRESETS:
+            made = make_recipe(task, preset=preset, model=model).make_model()
+            assert sum(p.numel() for p in made.parameters()) == parameters
+
+
+def test_heads_of_neural_processes_are_those_published() -> None:
+    """A floor of 0.1 for the older ones on every task, else that of the task."""
+    heads = {model: make_recipe("emnist", model=model).make_model().config.head for model in NEURAL_PROCESSES}
+    assert heads == dict.fromkeys(NEURAL_PROCESSES[:6], "floored") | dict.fromkeys(NEURAL_PROCESSES[6:], "bounded")
+    assert make_recipe("gp", model="tnpd").make_model().config.head == "gaussian"
+
+
+def test_neural_processes_have_settings_of_their_own() -> None:
+    assert make_recipe("gp", model="lbanp").make_model().tokens(47) == 8
+    small = make_recipe("gp", model="cmanp", latents=4).make_model().config
+    assert (small.latents, small.block_latents) == (4, 4)
+    assert make_recipe("gp", model="lbanp", latents=128).name == "gp-rbf-lbanp-128-seed0"
+    assert parsed("gp", "--model", "cnp") == make_recipe("gp", model="cnp") and MODELS["cnp"]["dim"] == 128
+    published = make_recipe("gp", model="tnpd", preset="paper").train
+    assert (published.clip, published.lr, published.batch, published.steps) == (0.0, 5e-4, 16, 100_000)
+    with pytest.raises(InputError, match=r"^dropout: expected 0, as cnp has none, got 0.1$"):
+        make_recipe("gp", model="cnp", dropout=0.1).make_model()
+    with pytest.raises(InputError, match=r"^model: expected a model of the activity task"):
+        make_recipe("activity", model="cnp")
+
+
+@pytest.mark.parametrize("model", NEURAL_PROCESSES)
+def test_neural_processes_survive_json(model: str) -> None:
+    recipe = make_recipe("gp", model=model, seed=3)
+    assert recipe_from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
 
 
 def test_what_is_given_holds_beside_the_preset() -> None:

@@ -109,10 +109,26 @@ class TrainBench(BenchOptions):
     """Also time all kernels with the rest of the loss compiled by torch.compile; takes minutes."""
     precision: Literal["fp32", "tf32"] = "tf32"
     """Precision of matrix products on a GPU; training uses tf32 by default."""
+    neural_processes: bool = False
+    """Also time the nine neural processes, each with its kernels and in plain torch, on the tasks that have them."""
     data: Path | None = None
     """Folder that holds the datasets."""
 
     name: ClassVar[str] = "train"
+
+
+@dataclass(frozen=True)
+class ModelsBench(BenchOptions):
+    """Time of a prediction of every model, neural processes among them, against plain torch."""
+
+    tasks: tuple[Literal["gp", "emnist", "celeba"], ...] = ("gp", "emnist")
+    """Tasks whose sizes to take; no data are needed."""
+    contexts: int = 16
+    """Contexts per call."""
+    targets: int = 64
+    """Predictions per context."""
+
+    name: ClassVar[str] = "models"
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ from retreever.lab.bench.options import TrainBench
 from retreever.lab.bench.report import Row, Rows, Run, progress, timed, times
 from retreever.lab.bench.timing import Call, time_together
 from retreever.lab.recipes.recipe import Recipe, make_recipe
+from retreever.lab.recipes.tasks import NEURAL_PROCESSES
 from retreever.lab.tables import Table
 from retreever.ops.backend import Impl, Operator, without
 from retreever.train.engine import AHEAD, Trainer
 from retreever.train.protocols import Task
 
 CROSS, PLAIN, SEARCH, ALL = "all tokens", "tree, plain torch", "tree, search kernel", "tree, all kernels"
-COMPILED = ", compiled"
+COMPILED, EAGER = ", compiled", ", plain torch"
 LINES: tuple[Operator, ...] = ("attention", "aggregate")  # operators with kernels besides the search
 
 
@@ -35,6 +36,7 @@ class Variant(NamedTuple):
     impl: Impl
     without: tuple[Operator, ...] = ()
     compiled: bool = False
+    model: str = ""  # a neural process, by plain torch without a CUDA graph where `impl` is "reference"
 
 
 def measure(options: TrainBench) -> None:
@@ -83,10 +85,19 @@ def variants(cuda: bool, compiled: bool) -> dict[str, Variant]:
     return found
 
 
+def neural_processes(recipe: Recipe) -> dict[str, Variant]:
+    """The neural processes of a task, each with kernels and in plain torch, by name."""
+    names = [name for name in NEURAL_PROCESSES if name in recipe.task.models]
+    found = {name: Variant(False, "auto", model=name) for name in names}
+    return found | {f"{name}{EAGER}": Variant(False, "reference", model=name) for name in names}
+
+
 def task_rows(run: Run, recipe: Recipe, task: Task, options: TrainBench, failed: dict[str, str]) -> Rows:
     """Rows of all variants, timed in turn; compilation errors are added to `failed`."""
     methods: dict[str, Sequence[Call]] = {}
-    for name, variant in variants(run.device.type == "cuda", options.compile).items():
+    chosen = variants(run.device.type == "cuda", options.compile)
+    chosen |= neural_processes(recipe) if options.neural_processes else {}
+    for name, variant in chosen.items():
         step = make_step(run, recipe, task, variant)
         try:
             step()
@@ -103,11 +114,11 @@ def task_rows(run: Run, recipe: Recipe, task: Task, options: TrainBench, failed:
 
 def make_step(run: Run, recipe: Recipe, task: Task, variant: Variant) -> Call:
     """One training step in a variant, as training does it: on a GPU in a CUDA graph."""
-    kinds = recipe.task.models
     torch.manual_seed(0)
-    model = recipe.changed(model=kinds[0] if variant.searches else kinds[1]).make_model()
+    model = _recipe_of(variant, recipe).make_model()
     set_impl(model, variant.impl)
-    config = replace(recipe.train, compile=variant.compiled)
+    eager = bool(variant.model) and variant.impl == "reference"
+    config = replace(recipe.train, compile=variant.compiled, graph=not eager)
     trainer = Trainer(model, task, config, str(run.device))
 
     def step() -> None:
@@ -115,6 +126,14 @@ def make_step(run: Run, recipe: Recipe, task: Task, variant: Variant) -> Call:
             trainer.launch()
 
     return step
+
+
+def _recipe_of(variant: Variant, recipe: Recipe) -> Recipe:
+    """The recipe with the model of a variant."""
+    if variant.model:
+        return make_recipe(recipe.task.name, quick=recipe.quick, model=variant.model)
+    kinds = recipe.task.models
+    return recipe.changed(model=kinds[0] if variant.searches else kinds[1])
 
 
 def set_impl(model: torch.nn.Module, impl: Impl) -> None:
@@ -145,12 +164,12 @@ def engine_overhead(run: Run, recipe: Recipe) -> Row:
 
 def train_table(run: Run, rows: Rows) -> Table:
     """Table of milliseconds and steps per second."""
-    plain = _plain_times(rows)
+    ratios = {(found["task"], found["method"]): found["ratio"] for found in _ratios(rows)}
     lines = []
     for row in rows:
-        task, us = row["task"], row["us"]
-        speed = (f"{us / 1e3:,.2f}", f"{1e6 / us:,.1f}", times(plain[task] / us))
-        lines.append((task, row["batch"], row["method"], *speed))
+        task, us, method = row["task"], row["us"], row["method"]
+        speed = (f"{us / 1e3:,.2f}", f"{1e6 / us:,.1f}", times(ratios[task, method]))
+        lines.append((task, row["batch"], method, *speed))
     columns = ("task", "batch", "variant", "ms", "steps/s", "speed-up on plain torch")
     how = "one CUDA graph a step" if run.device.type == "cuda" else "eager"
     return Table(f"Training step, {how}", columns, tuple(lines), (run.footer(),))
@@ -168,13 +187,12 @@ def draw_train(run: Run, rows: Rows, file: Path) -> Path:
     return figures.draw_bars(groups, file, f"One training step, {where}", "ms (shorter is better)")
 
 
-def _plain_times(rows: Rows) -> dict[str, float]:
-    return {row["task"]: row["us"] for row in rows if row["method"] == PLAIN}
-
-
 def _ratios(rows: Rows) -> list[Row]:
-    plain = _plain_times(rows)
-    return [
-        {"task": row["task"], "method": row["method"], "ratio": float(f"{plain[row['task']] / row['us']:.4g}")}
-        for row in rows
-    ]
+    """How many times faster than plain torch; a neural process is compared with itself."""
+    us = {(row["task"], row["method"]): row["us"] for row in rows}
+    found = []
+    for (task, method), time in us.items():
+        own = method if method.endswith(EAGER) else f"{method}{EAGER}"
+        plain = us.get((task, own), us[task, PLAIN])
+        found.append({"task": task, "method": method, "ratio": float(f"{plain / time:.4g}")})
+    return found

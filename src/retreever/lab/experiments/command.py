@@ -50,12 +50,28 @@ def print_table(name: str, as_json: bool, folder: Path) -> None:
         make_table(recipe, rows).show()
 
 
-def draw(name: str, out: Path | None, folder: Path) -> None:
+def draw(name: str, out: Path | None, folder: Path, time: bool = False) -> None:
     """Draw the figure of a table and print its file name; without a name, list the tables."""
     if not name:
         return list_tables(False, folder)
     recipe = find_recipe(folder, name)
-    print(f"written: {draw_figure(recipe, folder, out or figure_file(recipe, folder.parent / 'docs'))}")
+    usual = figure_file(recipe, folder.parent / "docs")
+    if time:
+        written = draw_times(recipe, folder, out or usual.with_name(f"{usual.stem}-time.png"))
+    else:
+        written = draw_figure(recipe, folder, out or usual)
+    print(f"written: {written}")
+
+
+def draw_times(recipe: TableRecipe, folder: Path, out: Path) -> Path:
+    """Draw scores against the time of a prediction to the PNG `out`."""
+    timed = [row for row in load_rows(recipe, folder) if row.us is not None and row.mean is not None]
+    if not timed:
+        raise ConfigError(
+            f"name: expected a table with times (retreever bench models) and results, got {recipe.name!r}"
+        )
+    points = [{**row.to_json(), "tokens": row.us, "paper": None, "paper_std": None} for row in timed]
+    return draw_scores_against_tokens(points, out, score=recipe.metric, title=recipe.title, cost="µs per prediction")
 
 
 def draw_figure(recipe: TableRecipe, folder: Path, out: Path) -> Path:

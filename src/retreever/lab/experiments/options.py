@@ -38,6 +38,8 @@ class Figure:
     """Name of the table; without it, tables are listed."""
     out: Path | None = None
     """PNG file; by default docs/images/results-NAME.png, which the results page shows."""
+    time: bool = False
+    """Scores against the time of a prediction, to results-NAME-time.png."""
     experiments: Path = FOLDER
     """Folder of recipe files and results."""
 
@@ -45,7 +47,7 @@ class Figure:
         """Draw the figure, or print the list of tables."""
         from retreever.lab.experiments.command import draw
 
-        draw(self.name, self.out, self.experiments)
+        draw(self.name, self.out, self.experiments, self.time)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ class TableRecipe:
     scale: float
     metric: str
     cells: tuple[Cell, ...]
+    times: Path | None = None  # file of `retreever bench models`
 
     @property
     def measured(self) -> bool:
@@ -143,9 +144,13 @@ def load_recipe(file: Path) -> TableRecipe:
     columns = [_column(key, inner, shared, file) for key, inner in keys.take_tables("columns").items()]
     systems = [_system(key, inner, columns) for key, inner in keys.take_tables("systems").items()]
     metric = keys.take("metric", str, "") or _metric(keys, columns)
+    times = keys.take("times", str, "")
     keys.finish()
     cells = tuple(_cells(systems, columns, keys, measured=bool(value)))
-    return TableRecipe(file.stem, title, about, place, paper, figure, digits, value, float(scale), metric, cells)
+    return TableRecipe(
+        file.stem, title, about, place, paper, figure, digits, value, float(scale), metric, cells,
+        file.parent / times if times else None,
+    )  # fmt: skip
 
 
 def _column(key: str, keys: Keys, shared: Values, file: Path) -> Column:

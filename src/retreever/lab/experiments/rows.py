@@ -13,6 +13,8 @@ from retreever.lab.experiments.recipe import Cell, TableRecipe
 from retreever.lab.experiments.results import Entry, load_results
 from retreever.train.run import read_json
 
+Timed = tuple[str, str, int]  # task, model, latents
+
 
 @dataclass(frozen=True)
 class Printed:
@@ -68,6 +70,7 @@ class Row:
     context: int | None = None
     hardware: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    us: float | None = None  # microseconds per prediction, from `retreever bench models`
 
     @property
     def difference(self) -> float | None:
@@ -91,6 +94,7 @@ class Row:
             "steps": self.steps[1],
             "tokens": self.tokens,
             "context": self.context,
+            "us": self.us,
             "paper_tokens_percent": printed.tokens_percent,
             "hardware": ", ".join(self.hardware) or None,
             "data": ", ".join(self.data) or None,
@@ -105,12 +109,34 @@ def load_rows(recipe: TableRecipe, folder: Path) -> list[Row]:
 def rows_of(recipe: TableRecipe, paper: Paper, results: Mapping[str, Entry]) -> list[Row]:
     """All rows of a recipe, column after column."""
     rows = []
+    times = load_times(recipe.times)
     for cell in recipe.cells:
         system = cell.system.paper
         printed = paper.find(recipe.paper, system, cell.paper_setting) if system else None
         row = Row(cell.system.name, cell.column.name, printed, recipe.measured)
-        rows.append(_measured(row, cell, recipe) if recipe.measured else _trained(row, cell, results))
+        row = _measured(row, cell, recipe) if recipe.measured else _trained(row, cell, results)
+        rows.append(replace(row, us=times.get(_timed_as(cell))))
     return rows
+
+
+def load_times(file: Path | None) -> dict[Timed, float]:
+    """Microseconds per prediction by task, model and latents; empty where the benchmark was not run."""
+    if file is None or not file.exists():
+        return {}
+    found = read_json(file).get("rows", ())
+    try:
+        predictions = [row for row in found if row["method"] == "predict"]
+        return {(row["task"], row["model"], row["latents"]): row["us_per_target"] for row in predictions}
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: expected rows of `retreever bench models`, got {error!r}") from None
+
+
+def _timed_as(cell: Cell) -> Timed:
+    """What the benchmark calls the model of a cell; nothing for rows it does not time."""
+    if not cell.runs or cell.system.full or cell.system.computed:
+        return "", "", 0
+    recipe = cell.runs[0].recipe
+    return recipe.task.name, recipe.model.model, recipe.model.latents
 
 
 def _trained(row: Row, cell: Cell, results: Mapping[str, Entry]) -> Row:

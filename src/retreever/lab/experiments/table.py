@@ -15,6 +15,7 @@ COLUMNS: Mapping[str, Callable[[Row, int], Cell]] = {
     "Ours": lambda row, digits: "not run" if row.mean is None else plus_minus(row.mean, row.std, digits),
     "Difference": lambda row, digits: difference(row, digits),
     "Tokens": lambda row, _: tokens(row),
+    "µs per prediction": lambda row, _: quantity(row.us),
     "Seeds": lambda row, _: seeds(row),
     "Steps": lambda row, _: steps(row),
     "Hardware": lambda row, _: "; ".join(row.hardware) or None,
@@ -61,6 +62,11 @@ def tokens(row: Row) -> str | None:
     if not row.tokens:
         return None
     return f"{row.tokens} of {row.context} ({percent(row.tokens / row.context)})" if row.context else str(row.tokens)
+
+
+def quantity(us: float | None) -> str | None:
+    """A time with two or three digits."""
+    return None if us is None else f"{us:,.0f}" if us >= 100 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
 
 
 def seeds(row: Row) -> str | None:

@@ -34,11 +34,16 @@ def panels_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def draw_scores_against_tokens(
-    rows: Sequence[Row], file: str | Path, score: str = "log-likelihood", title: str | None = None
+    rows: Sequence[Row],
+    file: str | Path,
+    score: str = "log-likelihood",
+    title: str | None = None,
+    cost: str = "tokens read per query",
 ) -> Path:
     """Draw one panel per setting, one marker per system, to the PNG `file`: ours filled, the paper's hollow.
 
-    "mean" and "std" (ours), "paper" and "paper_std" of a row may be None or absent.
+    "mean" and "std" (ours), "paper" and "paper_std" of a row may be None or absent. `cost` says what "tokens" are,
+    where they are another cost of a prediction.
     """
     panels = panels_of(rows)
     if not panels:
@@ -48,7 +53,7 @@ def draw_scores_against_tokens(
     figure, axes, left = new_panels(len(panels), bool(title))
     for axis, (setting, panel) in zip(axes, panels.items(), strict=True):
         _draw_panel(axis, panel, systems)
-        _finish_panel(axis, setting, [row["tokens"] for points in panel.values() for row in points])
+        _finish_panel(axis, setting, [row["tokens"] for points in panel.values() for row in points], cost)
     for axis in left:
         axis.set_ylabel(score, color=STYLE["ink"])
     _legend(figure, systems, rows)
@@ -85,7 +90,8 @@ def _draw_panel(axis: Axes, panel: Mapping[str, Sequence[Row]], systems: Sequenc
 def _look(index: int, ours: bool) -> dict[str, Any]:
     """Style of a system: filled and joined by a line for ours, hollow and dotted for the paper's."""
     colour = PALETTE[index % len(PALETTE)]
-    look: dict[str, Any] = {"color": colour, "marker": MARKERS[index % len(MARKERS)], "ms": 6.5, "mew": 1.3}
+    marker = MARKERS[(index + index // len(PALETTE)) % len(MARKERS)]  # no two systems have both in common
+    look: dict[str, Any] = {"color": colour, "marker": marker, "ms": 6.5, "mew": 1.3}
     look |= {"mec": colour, "elinewidth": 1.2, "capsize": 2.5, "zorder": 4 if ours else 3}
     return look | ({"mfc": colour, "lw": 1.3} if ours else {"mfc": "white", "lw": 0.9, "ls": ":"})
 
@@ -107,12 +113,12 @@ def ticks_of(tokens: Sequence[float]) -> list[float]:
     return ticks
 
 
-def _finish_panel(axis: Axes, setting: str, counts: Sequence[float]) -> None:
-    clean(axis, "tokens read per query")
+def _finish_panel(axis: Axes, setting: str, counts: Sequence[float], cost: str) -> None:
+    clean(axis, cost)
     axis.set_xscale("log")
     axis.set_xlim(*axis_limits(counts))
     ticks = ticks_of(counts)
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axis.set_xticks([], minor=True)
     axis.margins(y=0.12)
     axis.set_ylim(*room_between(*axis.get_ylim()))

@@ -58,6 +58,20 @@ QUICK: dict[str, Values] = {
 }  # fmt: skip
 
 
-def defaults(task: str, preset: str = "default", quick: bool = False) -> Values:
-    """All settings of the recipe of `task`; others have the default of their field."""
-    return DEFAULTS[task] | (PUBLISHED[task] if preset == "paper" else {}) | (QUICK[task] if quick else {})
+_WIDE: Values = {"dim": 128, "lr": 1e-3}  # cnp to banp
+MODELS: dict[str, Values] = {  # what some models change in the defaults of their tasks
+    **dict.fromkeys(("cnp", "canp", "np", "anp", "bnp", "banp"), _WIDE),
+    "tnpd": {"lr": 1e-3},
+    "lbanp": {"lr": 1e-3, "latents": 8},
+    "cmanp": {"lr": 1e-3, "latents": 128},
+}
+
+
+def defaults(task: str, preset: str = "default", quick: bool = False, model: str = "") -> Values:
+    """All settings of the recipe of `task` for `model`; others have the default of their field.
+
+    The code behind the published neural processes does not clip gradients.
+    """
+    published = PUBLISHED[task] | ({"clip": 0.0} if model in MODELS else {})
+    own = DEFAULTS[task] | MODELS.get(model, {})
+    return own | (published if preset == "paper" else {}) | (QUICK[task] if quick else {})

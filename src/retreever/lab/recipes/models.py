@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from retreever.arguments import reject
 
 if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
@@ -16,22 +18,26 @@ KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # names of the copy task f
 class ModelSettings:
     """A model and its sizes."""
 
-    model: Literal["retreever", "transformer-ca", "perceiver-io", "tca", "ca"] = "retreever"
+    model: Literal[
+        "retreever", "transformer-ca", "perceiver-io", "tca", "ca",
+        "cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "lbanp", "cmanp",
+    ] = "retreever"  # fmt: skip
     """Tree cross attention, cross attention over all tokens, or Perceiver IO, behind the same kind of encoder; without
-    an encoder, on the copy task, the first two are tca and ca."""
+    an encoder, on the copy task, the first two are tca and ca. On GP regression and images also nine neural
+    processes."""
     layers: int = 6
-    """Encoder layers."""
+    """Encoder layers; cnp to banp have the published depths."""
     dim: int = 64
     """Width of all tokens."""
     hidden: int = 128
     """Width of feed-forward layers."""
     dropout: float = 0.0
-    """Dropout of all models."""
+    """Dropout; cnp to banp and tnpd have none."""
     residual: Literal["auto", "pre", "normalised"] = "auto"
     """Residuals around the norm, or on normalised inputs as in the paper's code; auto is what trains best: around the
     norm for Perceiver IO and on the copy task, else normalised."""
     latents: int = 0
-    """Latents of Perceiver IO; 0 takes as many as the tree reads tokens."""
+    """Latents of Perceiver IO, lbanp and cmanp; 0 takes as many as the tree reads tokens, or as published."""
     order: Order = "kd"
     """Order of the tokens on the leaves."""
     axis: int = 0
@@ -88,6 +94,25 @@ def make_model(
     objective = replace(config.objective, gate=search.gate, detours=search.detours)
     residual: Any = config.residual if model.residual == "normalised" else model.residual
     return ReTreever(replace(config, objective=objective, residual=residual))
+
+
+def make_neural_process(model: ModelSettings, task_fields: dict[str, Any], depths: dict[str, int]) -> Model:
+    """A freshly initialised neural process; `task_fields` and the `depths` of cnp to banp follow from the task."""
+    from retreever.models.neural_process import NPConfig
+    from retreever.models.saved import KINDS as CLASSES
+
+    kind, config = CLASSES[model.model.upper()]
+    known = {field.name for field in fields(config)}
+    if model.dropout and "dropout" not in known:
+        reject("dropout", f"0, as {model.model} has none", model.dropout)
+    sizes = {name: getattr(model, name) for name in ("layers", "dim", "hidden", "dropout", "residual")}
+    if model.latents:
+        sizes |= {"latents": model.latents, "block_latents": model.latents}
+    if issubclass(config, NPConfig):
+        sizes |= {**depths, "head": "floored"}
+    settings: Any = {name: value for name, value in {**task_fields, **sizes}.items() if name in known}
+    build: Any = kind
+    return build(config(**settings))
 
 
 def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Order) -> str:

@@ -72,13 +72,15 @@ class Launch:
 def train_commands(words: Sequence[str]) -> Any:
     """The union of all `retreever train` commands, one per task.
 
-    Their defaults are those of --preset and --quick in `words`, so that other arguments override them, and --help shows
-    the settings that would run.
+    Their defaults are those of --preset, --quick and --model in `words`, so that other arguments override them, and
+    --help shows the settings that would run.
     """
-    preset, quick = asked_preset(words), "--quick" in words
+    preset: Preset = asked(words, "--preset", PRESETS) or "default"
+    quick = "--quick" in words
     union: Any = None
     for name, task in TASKS.items():
-        recipe = compose(name, preset, quick, {})
+        model = asked(words, "--model", task.models)
+        recipe = compose(name, preset, quick, {"model": model} if model else {})
         space = {"__doc__": task.__doc__}
         launch: Any = make_dataclass(
             name, [("task", task)], bases=(Launch,), namespace=space, frozen=True, kw_only=True
@@ -89,8 +91,8 @@ def train_commands(words: Sequence[str]) -> Any:
     return union
 
 
-def asked_preset(words: Sequence[str]) -> Preset:
-    """The preset in the words of a command line; an unknown one is refused when they are parsed."""
-    values = [after for word, after in pairwise([*words, ""]) if word == "--preset"]
-    values += [word.partition("=")[2] for word in words if word.startswith("--preset=")]
-    return next((preset for preset in PRESETS if preset in values), "default")
+def asked(words: Sequence[str], option: str, choices: Sequence[Any]) -> Any:
+    """The choice of `option` in the words of a command line, or None; unknown ones are refused when they are parsed."""
+    values = [after for word, after in pairwise([*words, ""]) if word == option]
+    values += [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    return next((choice for choice in choices if choice in values), None)

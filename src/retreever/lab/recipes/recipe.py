@@ -11,8 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from retreever.arguments import check_bool, check_choice, reject
 from retreever.errors import ConfigError
 from retreever.lab.recipes.defaults import DEFAULTS, defaults
-from retreever.lab.recipes.models import ModelSettings, SearchSettings, make_model, model_mark
-from retreever.lab.recipes.tasks import TASKS, TaskSettings
+from retreever.lab.recipes.models import (
+    ModelSettings,
+    SearchSettings,
+    make_model,
+    make_neural_process,
+    model_mark,
+)
+from retreever.lab.recipes.tasks import NEURAL_PROCESSES, TASKS, TaskSettings
 from retreever.train.config import TrainConfig
 
 if TYPE_CHECKING:  # torch is imported only when a model is made
@@ -59,6 +65,8 @@ class Recipe:
 
     def make_model(self) -> Model:
         """The model, freshly initialised."""
+        if self.model.model in NEURAL_PROCESSES:
+            return make_neural_process(self.model, self.task.model_fields, self.task.depths)
         paper = self.preset == "paper"
         return make_model(self.model, self.search, self.task.model_fields, self.task.context, paper)
 
@@ -86,7 +94,7 @@ def compose(task: str, preset: Preset, quick: bool, given: dict[str, Any]) -> Re
     check_choice("task", task, tuple(TASKS))
     check_choice("preset", preset, PRESETS)
     _check_known(task, given)
-    values = defaults(task, preset, quick) | given
+    values = defaults(task, preset, quick, given.get("model", "")) | given
     parts = {name: kind(**_fields(kind, values)) for name, kind in _parts(task).items()}
     return Recipe(**parts, preset=preset, quick=quick)
 

@@ -11,6 +11,7 @@ from retreever.arguments import check_int
 from retreever.data.catalogue import find_data
 
 POINT_MODELS = ("retreever", "transformer-ca", "perceiver-io")
+NEURAL_PROCESSES = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "lbanp", "cmanp")
 Sizes = Literal["each", "batch"]
 
 
@@ -23,6 +24,7 @@ class TaskSettings(ABC):
     models: ClassVar[tuple[str, ...]] = POINT_MODELS
     marks: ClassVar[tuple[str, ...]] = ()  # settings that identify a variant of the task
     model_fields: ClassVar[dict[str, Any]]  # settings of models that follow from the task
+    depths: ClassVar[dict[str, int]] = {}  # of neural processes, where they differ from those of GP regression
 
     @property
     @abstractmethod
@@ -83,6 +85,7 @@ class GPSettings(TaskSettings):
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "gp"
+    models: ClassVar[tuple[str, ...]] = POINT_MODELS + NEURAL_PROCESSES
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 1, "dim_y": 1, "head": "gaussian"}
     context: ClassVar[int] = 47
 
@@ -114,7 +117,11 @@ class EmnistSettings(TaskSettings):
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "emnist"
+    models: ClassVar[tuple[str, ...]] = POINT_MODELS + NEURAL_PROCESSES
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 1, "head": "bounded"}
+    depths: ClassVar[dict[str, int]] = {
+        "pre_depth": 5, "post_depth": 3, "value_depth": 5, "key_depth": 3, "decoder_depth": 4,
+    }  # fmt: skip
     context: ClassVar[int] = 197
 
     def make(self, data: Path | None, preset: str = "default") -> Any:
@@ -141,8 +148,12 @@ class CelebASettings(TaskSettings):
     """A context size for each task trained on, or one for a whole batch as in the paper."""
 
     name: ClassVar[str] = "celeba"
+    models: ClassVar[tuple[str, ...]] = POINT_MODELS + NEURAL_PROCESSES
     marks: ClassVar[tuple[str, ...]] = ("size",)
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 3, "head": "gaussian"}
+    depths: ClassVar[dict[str, int]] = {
+        "pre_depth": 6, "post_depth": 3, "value_depth": 6, "key_depth": 3, "decoder_depth": 5,
+    }  # fmt: skip
     context: ClassVar[int] = 197
 
     def make(self, data: Path | None, preset: str = "default") -> Any:

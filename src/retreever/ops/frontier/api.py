@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.arguments import reject
@@ -99,14 +99,24 @@ def read_rows(inputs: SearchInputs, rows: Int[Tensor, "b m s"]) -> Part:
 
 def read_all(inputs: SearchInputs) -> Part:
     """Attention to all leaves with its log-sum-exp, in plain torch; padding holds finite numbers."""
-    plan, dtype = inputs.plan, torch.promote_types(inputs.q.dtype, torch.float32)
-    leaves = slice(plan.leaf_offset, None)
-    q, keys, values = (x.to(dtype) for x in (inputs.q, inputs.keys[:, leaves], inputs.values[:, leaves]))
-    scores = torch.einsum("bmhe,bnhe->bmhn", q, keys) * q.shape[-1] ** -0.5
-    if inputs.node_mask is not None:
-        scores = scores.masked_fill(~inputs.node_mask[:, None, None, leaves], -torch.inf)
-    output = torch.einsum("bmhn,bnhe->bmhe", scores.softmax(dim=-1), values)
-    return Part(output.to(inputs.q.dtype), scores.logsumexp(dim=-1))
+    leaves = slice(inputs.plan.leaf_offset, None)
+    mask = None if inputs.node_mask is None else inputs.node_mask[:, leaves]
+    return attend_part(inputs.q, inputs.keys[:, leaves], inputs.values[:, leaves], mask)
+
+
+def attend_part(
+    q: Float[Tensor, "b m h e"],
+    keys: Float[Tensor, "b n h e"],
+    values: Float[Tensor, "b n h e"],
+    mask: Bool[Tensor, "b n"] | None = None,
+) -> Part:
+    """Attention to all real tokens with its log-sum-exp, in plain torch; padding holds finite numbers."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.einsum("bmhe,bnhe->bmhn", q.to(dtype), keys.to(dtype)) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    output = torch.einsum("bmhn,bnhe->bmhe", scores.softmax(dim=-1), values.to(dtype))
+    return Part(output.to(q.dtype), scores.logsumexp(dim=-1))
 
 
 def merge_parts(parts: list[Part]) -> Part:
