@@ -406,10 +406,9 @@ class Guarded:
 @pytest.mark.parametrize(("n", "k", "budget"), [(64, 8, 43), (32, 2, 13)])
 def test_triton_writes_nothing_beside_the_rows(n: int, k: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor where keys are no numbers, so that no child is before another."""
-    from retreever.ops.frontier import kernels_triton
-    from retreever.ops.frontier.launch_triton import expand_triton
+    from retreever.ops.frontier.launch_triton import expand, expand_triton
 
-    monkeypatch.setattr(kernels_triton, "expand", Guarded(kernels_triton.expand))
+    monkeypatch.setattr(expand, "kernel", Guarded(expand.kernel))
     case = Case(n, budget, k=k, b=1, m=2, h=1, e=4)
     q, keys, values, mask, *_ = make(case)
     for spoilt in (keys, torch.full_like(keys, torch.nan)):
@@ -493,14 +492,13 @@ def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """With all optional inputs, and children sorted by their shares."""
     from triton.compiler import ASTSource
 
-    from retreever.ops.frontier import kernels_triton
-    from retreever.ops.frontier.launch_triton import expand_triton
+    from retreever.ops.frontier.launch_triton import expand, expand_triton
 
     if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
         pytest.skip("this triton compiles ahead of time by other means")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches: list[Any] = []
-    monkeypatch.setattr(kernels_triton, "expand", Recorder(kernels_triton.expand, launches))
+    monkeypatch.setattr(expand, "kernel", Recorder(expand.kernel, launches))
     case = Case(300, 260, k=64, h=1, e=4, mask="ragged", counts=True, dtype=torch.bfloat16)
     given_ = make(case)
     inputs = SearchInputs(*given_[:3], case.plan, given_.mask, log_count=given_.counts)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from retreever.ops.backend import interpreting
 from retreever.ops.frontier import kernels_triton as kernels
-from retreever.ops.launching_triton import on_device_of
+from retreever.ops.launching_triton import Launcher, on_device_of
 from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.tiles_triton import Operands
 from retreever.tree.budget import Spread, slots
 from retreever.tree.plan import TreePlan
 
+expand = Launcher(kernels.expand)
 LARGEST = 32_768  # numbers in a tile of children
-COMPILED = not interpreting()
 
 
 def fits_triton(inputs: SearchInputs, spread: Spread) -> bool:
@@ -36,22 +36,34 @@ def expand_triton(inputs: SearchInputs, path: Tensor, budget: int, spread: Sprea
     cells, row = _cells(plan, spread), _power(h) * _power(e)
     if counts is not None:
         counts = counts.float() if counts.stride(1) == 1 else counts.float().contiguous()
+    table, count_batch = _table(spread.table, q.device), 0 if counts is None else counts.stride(0)
     with on_device_of(q):
-        kernels.expand[(b * m,)](
-            *operands.tensors, counts, path.contiguous(), spread.own, _table(spread.table, q.device), rows, output, lse,
-            m, plan.depth, plan.block, plan.blocks, plan.leaf_offset, rows.shape[2],
-            0 if counts is None else counts.stride(0), *operands.strides,
-            operands.unit, *operands.head_strides, plan.branch, _width(plan), cells, max(1, 1024 // row), h, e,
-            _power(h), _power(e), COMPILED, num_warps=_warps(cells * row),
+        expand(
+            b * m,
+            (*operands.tensors, counts, path.contiguous(), spread.own, table, rows, output, lse),
+            (m, plan.depth, plan.block, plan.blocks, plan.leaf_offset, rows.shape[2], count_batch, *operands.strides),
+            (operands.unit, *operands.head_strides, plan.branch, _width(plan), cells, max(1, 1024 // row), h, e,
+             _power(h), _power(e), expand.compiles),
+            num_warps=_warps(cells * row),
         )  # fmt: skip
     return output, lse, rows
 
 
 @lru_cache(maxsize=256)
 def _table(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """The table on the device, cached there, since a CUDA graph cannot copy it."""
-    with torch.inference_mode(False):
-        return torch.tensor(table, dtype=torch.int32).reshape(len(table), -1).to(device)
+    """The table on the device, cached there, since a CUDA graph cannot copy it.
+
+    It is made in a thread of its own: in the caller's, a compiled graph may take all new memory for its own.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_copy, table, device).result()
+
+
+def _copy(table: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    found = torch.tensor(table, dtype=torch.int32).reshape(len(table), -1).to(device)
+    if found.is_cuda:
+        torch.cuda.current_stream(device).synchronize()
+    return found
 
 
 def _warps(numbers: int) -> int:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retreever.ops.launching_triton import on_device_of
+from retreever.ops.launching_triton import Launcher, on_device_of
 from retreever.ops.search import backward_triton as gradients
 from retreever.ops.search import forward_triton as kernels
 from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.tiles_triton import Operands, TreeShape, node_tile, query_tile, reads_late
 
+descend = Launcher(kernels.descend)
 Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -132,12 +133,13 @@ def _descend(
     # With 64 registers per thread, 32 warps fit on a multiprocessor, and 4,096 queries run in one wave.
     options = tile.options | {"maxnreg": 64} if late else tile.options
     with on_device_of(q):
-        kernels.descend[(-(-b * m // tile.queries),)](
-            *operands.tensors, _dense(noise), _dense(choices),
-            output, path, log_prob, entropy, lse if save else None,
-            b * m, m, depth, block, tree.leaf_offset, *operands.strides,
-            operands.unit, branch, h, e, *operands.head_strides, *tile.shape, late, **options,
-        )  # fmt: skip
+        descend(
+            -(-b * m // tile.queries),
+            (*operands.tensors, _dense(noise), _dense(choices), output, path, log_prob, entropy, lse if save else None),
+            (b * m, m, depth, block, tree.leaf_offset, *operands.strides),
+            (operands.unit, branch, h, e, *operands.head_strides, *tile.shape, late),
+            **options,
+        )
     return results
 
 
