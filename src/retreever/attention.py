@@ -25,7 +25,9 @@ from retreever.cross_attention import Context, CrossAttention, Mask, Query, read
 from retreever.fidelity import Fidelity, measure
 from retreever.nn.blocks import Residual
 from retreever.nn.multihead import block_arguments, copy_multihead, multihead_arguments
-from retreever.ops.backend import Impl
+from retreever.nn.plain import plain_projection
+from retreever.ops.aggregate.api import project, projects
+from retreever.ops.backend import Impl, choose
 from retreever.ops.search.api import TreeAttention, counted_keys, read_leaves, search
 from retreever.ops.search.inputs import SearchInputs
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
@@ -135,16 +137,16 @@ class TreeCrossAttention(nn.Module):
         if check:
             check_context(self, self.block, context, mask)
         if self.aggregator is None:
-            pair = self.block.key_values(without_padding(context, mask))
+            pair = self._key_values(without_padding(context, mask))
             (keys, values), mask, order = self._in_leaf_order(pair, pair[0], mask)
             plan, keys, values, node_mask = mean_tree(keys, values, self.branch, mask)
             nodes = None
         else:
             sorts = self.order == "keys"
-            keys = self.block.key_values(without_padding(context, mask))[0] if sorts else context
+            keys = self._key_values(without_padding(context, mask))[0] if sorts else context
             (context,), mask, order = self._in_leaf_order((context,), keys, mask)
             plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
-            keys, values = self.block.key_values(nodes)
+            keys, values = self._key_values(nodes)
         tree = Tree(plan, nodes, node_mask, keys, values, order=order)
         if not self.log_count:
             return tree
@@ -226,6 +228,14 @@ class TreeCrossAttention(nn.Module):
             order = permutation_of("principal", keys.detach().flatten(2), mask, self.branch, 0, 0)
             return [in_order(part, order) for part in tokens], None if mask is None else in_order(mask, order), order
         return tokens, mask, None if mask is None else permutation_of("given", keys, mask, self.branch, 0, 0)
+
+    def _key_values(self, tokens: Float[Tensor, "b t d"]) -> tuple[Tensor, Tensor]:
+        """Keys and values of tokens or nodes; by one kernel where the layers are plain."""
+        if choose("aggregate", self.impl, tokens) != "reference":
+            weights = plain_projection(self.block)
+            if weights is not None and projects(tokens, weights):
+                return self.block.split_heads(project(tokens, weights))
+        return self.block.key_values(tokens)
 
     def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)

@@ -127,7 +127,7 @@ class AttentionBlock(nn.Module):
             context = self.norm(context)
         elif self.context_norm is not None:
             context = self.context_norm(context)
-        return self._split_heads(context)
+        return self.split_heads(self.to_kv(context))
 
     def finish(
         self, query: Float[Tensor, "b m d"], normed: Float[Tensor, "b m d"], attended: Float[Tensor, "b m h e"]
@@ -179,7 +179,7 @@ class AttentionBlock(nn.Module):
         """The whole block, with attention from `query` to `context`, or to mixtures of its tokens by `mixer`."""
         normed, q = self.start(query)
         if self.shared_norm and query is context:
-            keys, values = self._split_heads(normed)  # the same norm of the same tokens
+            keys, values = self.split_heads(self.to_kv(normed))  # the same norm of the same tokens
         else:
             keys, values = self.key_values(context)
         if mixer is not None:
@@ -187,8 +187,8 @@ class AttentionBlock(nn.Module):
             mask = None
         return self.finish(query, normed, self.attend(q, keys, values, mask))
 
-    def _split_heads(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        both = self.to_kv(context)
+    def split_heads(self, both: Float[Tensor, "b t c"]) -> tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]]:
+        """Keys and values that lie side by side, by heads."""
         keys, values = both.view(*both.shape[:-1], 2, self.heads, self.width).unbind(dim=-3)
         return keys, values
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from retreever.nn.blocks import AttentionBlock, FeedForward
-from retreever.ops.aggregate.weights import LayerWeights
+from retreever.ops.aggregate.weights import LayerWeights, ProjectionWeights
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 EPSILON = 1e-5  # of `nn.LayerNorm`, and of the kernels
@@ -54,3 +54,14 @@ def plain_layer(block: nn.Module) -> LayerWeights | None:
     if any(tensor is None for tensor in tensors):
         return None
     return LayerWeights(*tensors, heads=block.heads, pre=block.residual == "pre")
+
+
+def plain_projection(block: AttentionBlock) -> ProjectionWeights | None:
+    """The weights by which `block` makes keys and values, if it has a norm for them and both parts are plain."""
+    norm = block.norm if block.shared_norm else block.context_norm
+    if not (is_plain(block, AttentionBlock) and is_plain(norm, nn.LayerNorm) and is_plain(block.to_kv, nn.Linear)):
+        return None
+    assert isinstance(norm, nn.LayerNorm)
+    if block.to_kv.bias is not None or norm.eps != EPSILON or norm.weight is None or norm.bias is None:
+        return None
+    return ProjectionWeights(norm.weight, norm.bias, block.to_kv.weight)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from retreever import TreeCrossAttention
+from retreever.nn.plain import plain_projection
 from retreever.ops.aggregate.api import aggregates
 from retreever.tree.aggregate import TransformerAggregator, plain_weights
 from retreever.tree.build import build_nodes
 from retreever.tree.plan import TreePlan
 
-pytest.importorskip("retreever.ops.aggregate.launch_triton")
+launch_triton = pytest.importorskip("retreever.ops.aggregate.launch_triton")
+LONG = [(1000, 2, 64, 4, True), (20_000, 2, 64, 4, False)]
 CASES = [(8, 2, 64, 4, False), (13, 2, 64, 4, True), (30, 4, 32, 2, True), (27, 3, 64, 4, False)]
 
 
@@ -44,10 +49,50 @@ def test_interpreted_levels_equal_plain_ones(
     assert torch.allclose(fused, plain, atol=5e-6)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize(("n", "masked"), [(70, True), (256, False)])
+def test_long_levels_equal_plain_ones(n: int, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tiles that levels of thousands of parents have."""
+    monkeypatch.setattr(launch_triton, "SHORT", 0)
+    aggregator, (context, mask) = an_aggregator(64, 4, "pre"), a_context(2, n, 64, masked)
+    with torch.inference_mode():
+        plain = build_nodes(context, aggregator, 2, mask, impl="reference")[1]
+        fused = build_nodes(context, aggregator, 2, mask, impl="triton")[1]
+    assert torch.allclose(fused, plain, atol=5e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("aggregator", ["mean", "transformer"])
+def test_keys_and_values_of_the_kernel_equal_those_of_the_layers(aggregator: Any) -> None:
+    torch.manual_seed(0)
+    fused = TreeCrossAttention(32, 2, kdim=64, aggregator=aggregator, impl="triton").eval()
+    plain = TreeCrossAttention(32, 2, kdim=64, aggregator=aggregator, impl="reference").eval()
+    for parameter in fused.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    plain.load_state_dict(fused.state_dict())
+    context, mask = a_context(2, 37, 64, masked=True)
+    with torch.inference_mode():
+        ours, theirs = fused.build(context, mask), plain.build(context, mask)
+    assert not torch.equal(ours.keys, theirs.keys)  # the kernel ran: it rounds differently
+    for name in ("keys", "values"):
+        real = theirs.mask
+        assert torch.allclose(getattr(ours, name)[real], getattr(theirs, name)[real], atol=5e-6)
+
+
+@pytest.mark.parametrize("attached", ["to_kv", "context_norm"])
+def test_what_is_attached_to_the_projection_counts(attached: str) -> None:
+    module = TreeCrossAttention(32, 2).eval()
+    assert plain_projection(module.block) is not None
+    getattr(module.block, attached).register_forward_hook(lambda *_: None)
+    assert plain_projection(module.block) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("residual", ["pre", "normalised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("n", "branch", "dim", "heads", "masked"), [*CASES, (1000, 2, 64, 4, True)])
+@pytest.mark.parametrize(
+    ("n", "branch", "dim", "heads", "masked"), [*CASES, (1000, 2, 64, 4, True), (20_000, 2, 64, 4, False)]
+)
 def test_fused_build_equals_plain_build(
     n: int, branch: int, dim: int, heads: int, masked: bool, dtype: torch.dtype, residual: str
 ) -> None:

@@ -7,6 +7,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class ProjectionWeights(NamedTuple):
+    """Weights that turn tokens into keys and values: a norm, and a projection without bias."""
+
+    norm: Tensor
+    norm_bias: Tensor
+    to_kv: Tensor
+
+
 class LayerWeights(NamedTuple):
     """Weights of a self-attention layer without projection biases: norm, attention, norm, gated feed-forward.
 
