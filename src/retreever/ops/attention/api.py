@@ -80,22 +80,8 @@ def attend_few(
     dropout: float,
 ) -> Float[Tensor, "g m h e"]:
     """Attention of a few queries to a few tokens, for very many rows at once, by sums of products."""
-    if keys.shape[1] == 2 and mask is None and not dropout:
-        return _attend_pair(q, *keys.unbind(dim=1), *values.unbind(dim=1))
     scores = (q[:, :, None] * keys[:, None]).sum(dim=-1) * q.shape[-1] ** -0.5  # (g, m, n, h)
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, :, None], -math.inf)
     weights = F.dropout(scores.softmax(dim=2), dropout)
     return (weights[..., None] * values[:, None]).sum(dim=2)
-
-
-def _attend_pair(
-    q: Float[Tensor, "g m h e"],
-    key: Float[Tensor, "g h e"],
-    other_key: Float[Tensor, "g h e"],
-    value: Float[Tensor, "g h e"],
-    other_value: Float[Tensor, "g h e"],
-) -> Float[Tensor, "g m h e"]:
-    """Attention to two tokens, as siblings in a binary tree: a softmax of two scores is the sigmoid of a difference."""
-    score = (q * (key - other_key)[:, None]).sum(dim=-1, keepdim=True) * q.shape[-1] ** -0.5
-    return torch.lerp(other_value[:, None], value[:, None], score.sigmoid())
