@@ -174,10 +174,11 @@ def test_the_source_never_runs_foreign_code(path: Path) -> None:
 def test_the_public_names_are_pinned() -> None:
     """Adding, renaming or removing one is a decision: change this list with it."""
     assert sorted(retreever.__all__) == [
-        "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity",
-        "InputError", "Loss", "ObjectiveConfig", "Part", "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError",
+        "BackendError", "Batch", "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "GRUD",
+        "IPNets", "InputError", "LatentODE", "LatentODERNN", "Loss", "MTANDEnc", "ODERNN", "ObjectiveConfig", "Part",
+        "PerceiverIO", "RNNDecay", "RNNImpute", "RandomGuess", "ReTreever", "RetreeverError", "SeFT",
         "TransformerCA", "Tree", "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate",
-        "explain", "full_attention", "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
+        "context_of", "explain", "full_attention", "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

@@ -10,6 +10,7 @@ from retreever.models.base import Model
 from retreever.models.config import ModelConfig
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
+from retreever.models.series.kinds import SERIES
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
 
@@ -17,6 +18,7 @@ KINDS: dict[str, tuple[type[Model], type[ModelConfig]]] = {
     "ReTreever": (ReTreever, ReTreeverConfig),
     "TransformerCA": (TransformerCA, ModelConfig),
     "PerceiverIO": (PerceiverIO, PerceiverIOConfig),
+    **{kind.__name__: (kind, kind.settings) for kind in SERIES.values()},
 }
 
 
