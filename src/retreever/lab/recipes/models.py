@@ -10,15 +10,21 @@ if TYPE_CHECKING:  # torch is imported only when a model is made
 
 Order = Literal["given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection"]
 KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # names of the copy task for models without an encoder
+SERIES = (
+    "rnn-impute", "rnn-decay", "grud", "ip-nets", "seft", "ode-rnn", "latent-ode-rnn", "latent-ode", "mtand-enc",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """A model and its sizes."""
 
-    model: Literal["retreever", "transformer-ca", "perceiver-io", "tca", "ca"] = "retreever"
+    model: Literal[
+        "retreever", "transformer-ca", "perceiver-io", "tca", "ca",
+        "rnn-impute", "rnn-decay", "grud", "ip-nets", "seft", "ode-rnn", "latent-ode-rnn", "latent-ode", "mtand-enc",
+    ] = "retreever"  # fmt: skip
     """Tree cross attention, cross attention over all tokens, or Perceiver IO, behind the same kind of encoder; without
-    an encoder, on the copy task, the first two are tca and ca."""
+    an encoder, on the copy task, the first two are tca and ca. The others are models of time series, for activity."""
     layers: int = 6
     """Encoder layers."""
     dim: int = 64
@@ -36,6 +42,10 @@ class ModelSettings:
     """Order of the tokens on the leaves."""
     axis: int = 0
     """The coordinate of --order axis."""
+    state: int = 0
+    """Width of the state of a model of time series, instead of layers, dim and hidden; 0 takes the published one."""
+    solver: Literal["fixed", "adaptive"] = "fixed"
+    """Steps of latent ODEs: a fixed number, or chosen by their error (torchdiffeq), without a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ def make_model(
     from retreever.objective import ObjectiveConfig
     from retreever.tree.plan import TreePlan
 
+    if model.model in SERIES:
+        return make_series_model(model, task_fields)
     sizes = {name: getattr(model, name) for name in ("layers", "dim", "hidden", "dropout", "residual")}
     shared = task_fields | sizes | ({"encoder": "identity"} if model.model in KINDS else {})
     kind = KINDS.get(model.model, model.model)
@@ -90,6 +102,18 @@ def make_model(
     return ReTreever(replace(config, objective=objective, residual=residual))
 
 
+def make_series_model(model: ModelSettings, task_fields: dict[str, Any]) -> Model:
+    """A model of time series, of its published sizes unless `state` is given."""
+    from retreever.models.series.kinds import SERIES as kinds
+
+    given: dict[str, Any] = task_fields | {"dropout": model.dropout}
+    if model.state:
+        given["hidden"] = model.state
+    if model.model.startswith("latent-ode"):
+        given["solver"] = model.solver
+    return kinds[model.model](**given)
+
+
 def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Order) -> str:
     """The part of a run's name that identifies the model: settings that differ from the defaults."""
     searches = KINDS.get(model.model, model.model) == "retreever"
@@ -98,6 +122,8 @@ def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Orde
     marks = (
         model.model,
         str(model.latents) if model.latents else "",
+        str(model.state) if model.state else "",
+        model.solver if model.solver != "fixed" else "",
         "ce" if searches and search.reward == "cross-entropy" else "",
         f"{model.order}{axis}" if model.order != natural_order else "",
         f"branch{search.branch}" if search.branch != 2 else "",

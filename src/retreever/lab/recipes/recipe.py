@@ -19,7 +19,11 @@ if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
 FORMAT = 2  # of config.json; version 0.1 wrote no number
-LATER: dict[str, Any] = {"budget": None}  # settings that older runs of this format do not have
+LATER: dict[str, Any] = {
+    "budget": None,
+    "state": 0,
+    "solver": "fixed",
+}  # settings that older runs of this format do not have
 Preset = Literal["default", "paper"]
 PRESETS: tuple[Preset, ...] = ("default", "paper")
 
