@@ -21,7 +21,7 @@ from tyro.conf import OmitArgPrefixes
 from tyro.conf import subcommand as named
 
 from retreever.errors import ConfigError, RetreeverError, one_line
-from retreever.lab.bench.options import AttentionBench, BuildBench, MemoryBench, RivalsBench, TrainBench
+from retreever.lab.bench.options import AttentionBench, BuildBench, MemoryBench, RivalsBench, SeriesBench, TrainBench
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
 from retreever.lab.pretrained.options import Evaluate, Pretrained
@@ -63,6 +63,7 @@ class Bench:
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
+        | Annotated[SeriesBench, named("series", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]
     )
 

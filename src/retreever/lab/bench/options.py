@@ -139,3 +139,22 @@ class RivalsBench(BenchOptions):
     """Folder that holds the datasets."""
 
     name: ClassVar[str] = "rivals"
+
+
+@dataclass(frozen=True)
+class SeriesBench(BenchOptions):
+    """All models of Human Activity: parameters, time of an epoch of training, time of an answer."""
+
+    models: tuple[str, ...] = (
+        "mtand-enc", "rnn-impute", "rnn-decay", "grud", "ip-nets", "seft", "ode-rnn", "latent-ode-rnn", "latent-ode",
+        "retreever", "transformer-ca", "perceiver-io",
+    )  # fmt: skip
+    """Models, by their names in `retreever train activity`."""
+    batch: int = 64
+    """Windows per training step and per call."""
+    solver: Literal["fixed", "adaptive"] = "fixed"
+    """Steps of latent ODEs."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+
+    name: ClassVar[str] = "series"
