@@ -78,4 +78,4 @@ def test_the_whole_package_stays_small() -> None:
     lab = [path for path in FILES if name_of(path).startswith(("lab/", "cli.py"))]
     library = [path for path in FILES if path not in lab]
     assert sum(map(lines_of, library)) <= 13_600
-    assert sum(map(lines_of, FILES)) <= 20_600
+    assert sum(map(lines_of, FILES)) <= 20_700

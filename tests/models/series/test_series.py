@@ -248,6 +248,8 @@ def test_context_of_reads_nan_as_missing() -> None:
     values = torch.tensor([[[1.0, torch.nan], [torch.nan, 2.0]]])
     xc, yc = context_of(torch.tensor([[0.0, 1.0]]), values)
     assert yc.tolist() == [[[1, 0, 1, 0], [0, 2, 0, 1]]] and xc.shape == (1, 2, 1)
+    hidden = context_of(torch.tensor([[0.0]]), torch.tensor([[[7.0]]]), torch.tensor([[[False]]]))[1]
+    assert hidden.tolist() == [[[0, 0]]]
     with pytest.raises(InputError, match=r"^observed: expected dtype torch.bool"):
         context_of(torch.tensor([[0.0, 1.0]]), values, torch.ones(1, 2, 2))
 

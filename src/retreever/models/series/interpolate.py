@@ -44,18 +44,30 @@ def gru_step(gru: nn.GRU, inputs: Float[Tensor, "b m i"], states: Float[Tensor, 
 
 @dataclass(frozen=True)
 class MTANDEncConfig(SeriesConfig):
-    """Settings of mTAND-Enc; `dim` is the width of the time embedding. The defaults are those of Human Activity."""
+    """Settings of mTAND-Enc. The defaults are those published for Human Activity.
+
+    Attributes:
+        dim: width of the time embedding.
+        frequency: the largest frequency it starts with; attention over time is as sharp as that allows.
+    """
 
     dim: int = 128
     hidden: int = 512
+    frequency: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("frequency", self.frequency, minimum=1e-9)
 
 
 class TimeEmbedding(nn.Module):
     """[w0 t + b0, sin(w1 t + b1), ...]: one linear and many periodic functions of time, all learned."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, frequency: float = 1.0) -> None:
         super().__init__()
         self.linear = nn.Linear(1, dim)
+        with torch.no_grad():
+            self.linear.weight.mul_(frequency)  # uniform from -1 to 1 before
 
     def forward(self, times: Times) -> Float[Tensor, "b m d"]:
         phases = self.linear(times[..., None])
@@ -71,7 +83,7 @@ class MTANDEnc(SeriesModel):
     def __init__(self, config: MTANDEncConfig | None = None, **fields: Any) -> None:
         super().__init__(config, **fields)
         c = self.config
-        self.embed_time = TimeEmbedding(c.dim)
+        self.embed_time = TimeEmbedding(c.dim, c.frequency)
         self.to_q, self.to_k = nn.Linear(c.dim, c.dim), nn.Linear(c.dim, c.dim)
         self.to_inputs = nn.Linear(2 * c.channels, c.hidden)
         self.gru = nn.GRU(c.hidden, c.hidden, batch_first=True)

@@ -89,7 +89,10 @@ def series_of(xc: Float[Tensor, "b n 1"], yc: Float[Tensor, "b n dy"], mask: Boo
 def context_of(
     times: Float[Tensor, "b n"], values: Float[Tensor, "b n c"], observed: Bool[Tensor, "b n c"] | None = None
 ) -> tuple[Float[Tensor, "b n 1"], Float[Tensor, "b n dy"]]:
-    """Context points (xc, yc) of series; without `observed`, values that are not NaN were observed."""
+    """Context points (xc, yc) of series; without `observed`, values that are not NaN were observed.
+
+    Values that were not observed become 0, so that models that read `yc` as it is do not see them either.
+    """
     check_tensor("times", times, "b n")
     check_float("times", times)
     b, n = times.shape
@@ -98,7 +101,7 @@ def context_of(
     if observed is None:
         observed = ~values.isnan()
     check_mask("observed", observed, "b n c", b=b, n=n, c=values.shape[2])
-    return times[..., None], torch.cat([values.masked_fill(~observed & values.isnan(), 0), observed.to(values)], dim=-1)
+    return times[..., None], torch.cat([values.masked_fill(~observed, 0), observed.to(values)], dim=-1)
 
 
 def take_observed(xc: Tensor, yc: Tensor, mask: Tensor | None, channels: int) -> Tensor:
