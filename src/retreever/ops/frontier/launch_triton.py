@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 
-from retreever.ops.backend import interpreting
 from retreever.ops.frontier import kernels_triton as kernels
 from retreever.ops.launching_triton import on_device_of
 from retreever.ops.search.inputs import SearchInputs
@@ -16,7 +16,7 @@ from retreever.tree.budget import Spread, slots
 from retreever.tree.plan import TreePlan
 
 LARGEST = 32_768  # numbers in a tile of children
-COMPILED = not interpreting()
+COMPILED = isinstance(kernels.expand, JITFunction)  # and not run by the interpreter
 
 
 def fits_triton(inputs: SearchInputs, spread: Spread) -> bool:
