@@ -77,7 +77,7 @@ def test_learns_a_step(name: str) -> None:
     torch.manual_seed(0)
     made = SERIES[name](dim_y=2, outputs=2, head="categorical", **{**TINY, **SMALL.get(name, {}), "hidden": 24})
     optimiser = torch.optim.Adam(made.parameters(), lr=2e-2)
-    for _ in range(120):
+    for _ in range(60):
         optimiser.zero_grad()
         made.loss(data).total.backward()
         optimiser.step()
