@@ -145,7 +145,7 @@ OPERATORS: list[Case] = [
     (lambda: leaf_order("kd", xc, meta(real)), "mask", "the device of x (cpu)", "meta"),
 ]
 CONFIGS: list[Case] = [
-    (lambda: TransformerCA(head="beta"), "head", "one of gaussian, bounded, categorical, point", "'beta'"),
+    (lambda: TransformerCA(head="beta"), "head", "one of gaussian, bounded, floored, categorical, point", "'beta'"),
     (lambda: TransformerCA(encoder="gru"), "encoder", "one of identity, transformer, linformer, chordmixer", "'gru'"),
     (lambda: TransformerCA(inputs="image"), "inputs", "one of points, sequence", "'image'"),
     (lambda: TransformerCA(outputs=-1), "outputs", "an int >= 0", "-1"),

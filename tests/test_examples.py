@@ -6,6 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,3 +61,40 @@ def test_training_of_the_example_lowers_the_error(convert: Any) -> None:
     before = convert.rmse(model, field)
     convert.train(model, 12, torch.Generator().manual_seed(0))
     assert convert.rmse(model, field) < before
+
+
+@pytest.fixture(scope="module")
+def fill() -> Any:
+    return load("fill_gaps")
+
+
+def seasons() -> torch.Tensor:
+    """Weekly values with a trend, a yearly wave and a few missing weeks, as the file of the example has."""
+    week = torch.arange(2284)
+    ppm = 315 + 0.03 * week + 3 * torch.sin(2 * torch.pi * week / 52.18)
+    return ppm.masked_fill(week % 97 == 5, torch.nan)
+
+
+def test_filling_gaps_prints_a_line_for_every_way(
+    fill: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fill, "read_co2", seasons)
+    fill.main(["--steps", "2", "--models", "GRU-D", "mTAND-Enc", "--out", str(tmp_path / "gaps.png")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:14].strip() for line in lines[:4]] == ["straight line", "GP", "GRU-D", "mTAND-Enc"]
+    errors = [float(line.split("RMSE ")[1].split()[0]) for line in lines[:4]]
+    assert errors[1] < 0.1 < errors[0]  # a line cannot bend, a yearly kernel knows the wave
+    assert (tmp_path / "gaps.png").stat().st_size > 1_000
+
+
+def test_hidden_weeks_of_the_example_are_targets_and_not_context(fill: Any) -> None:
+    batch = fill.test_batch(seasons())
+    assert batch.target_mask.any(dim=1).all() and not batch.target_mask[:, :46].any()
+    assert not (batch.yc[..., 1].bool() & batch.target_mask).any() and not batch.yc[..., 0][batch.target_mask].any()
+
+
+def test_lines_of_the_example_are_those_of_numpy(fill: Any) -> None:
+    row = fill.test_batch(seasons()).rows(slice(3, 4))
+    seen = row.yc[0, :, 1] > 0
+    expected = np.interp(row.xt[0, :, 0], row.xc[0, seen, 0], row.yc[0, seen, 0])
+    assert np.allclose(fill.line(row), expected, atol=1e-5)

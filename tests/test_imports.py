@@ -175,10 +175,11 @@ def test_the_public_names_are_pinned() -> None:
     """Adding, renaming or removing one is a decision: change this list with it."""
     assert sorted(retreever.__all__) == [
         "ANP", "BANP", "BNP", "BackendError", "Batch", "CANP", "CMANP", "CNP", "CheckpointError", "ConfigError",
-        "CrossAttention", "DataError", "Fidelity", "InputError", "LBANP", "Loss", "NP", "ObjectiveConfig", "Part",
-        "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TNPD", "TransformerCA", "Tree",
-        "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "explain", "full_attention",
-        "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
+        "CrossAttention", "DataError", "Fidelity", "GRUD", "IPNets", "InputError", "LBANP", "LatentODE", "LatentODERNN",
+        "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
+        "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TNPD", "TransformerCA", "Tree", "TreeCrossAttention",
+        "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
+        "load_pretrained", "merge_parts", "tree_attention",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from retreever.models.perceiver_io import PerceiverIO
     from retreever.models.random import RandomGuess
     from retreever.models.retreever import ReTreever
+    from retreever.models.series.interpolate import IPNets, MTANDEnc
+    from retreever.models.series.latent_ode import LatentODE, LatentODERNN
+    from retreever.models.series.observed import context_of
+    from retreever.models.series.ode_rnn import ODERNN
+    from retreever.models.series.recurrent import GRUD, RNNDecay, RNNImpute
+    from retreever.models.series.seft import SeFT
     from retreever.models.tnp import TNPD
     from retreever.models.transformer_ca import TransformerCA
     from retreever.objective import Loss, ObjectiveConfig
@@ -36,11 +42,12 @@ if TYPE_CHECKING:
     from retreever.tree_multihead import TreeMultihead
 
 __all__ = [
-    "ANP", "BANP", "BNP", "CANP", "CMANP", "CNP", "LBANP", "NP", "TNPD", "BackendError", "Batch", "CheckpointError",
-    "ConfigError", "CrossAttention", "DataError", "Fidelity", "InputError", "Loss", "ObjectiveConfig", "Part",
-    "PerceiverIO", "RandomGuess", "ReTreever", "RetreeverError", "TransformerCA", "Tree", "TreeCrossAttention",
-    "TreeMultihead", "TreePlan", "__version__", "collate", "explain", "full_attention", "leaf_order", "load_pretrained",
-    "merge_parts", "tree_attention",
+    "ANP", "BANP", "BNP", "CANP", "CMANP", "CNP", "GRUD", "LBANP", "NP", "ODERNN", "TNPD", "BackendError", "Batch",
+    "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "IPNets", "InputError", "LatentODE",
+    "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
+    "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TransformerCA", "Tree", "TreeCrossAttention",
+    "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
+    "load_pretrained", "merge_parts", "tree_attention",
 ]  # fmt: skip
 
 _HOME = {
@@ -58,6 +65,12 @@ _HOME = {
     "models.perceiver_io": ("PerceiverIO",),
     "models.random": ("RandomGuess",),
     "models.retreever": ("ReTreever",),
+    "models.series.interpolate": ("IPNets", "MTANDEnc"),
+    "models.series.latent_ode": ("LatentODE", "LatentODERNN"),
+    "models.series.observed": ("context_of",),
+    "models.series.ode_rnn": ("ODERNN",),
+    "models.series.recurrent": ("GRUD", "RNNDecay", "RNNImpute"),
+    "models.series.seft": ("SeFT",),
     "models.tnp": ("TNPD",),
     "models.transformer_ca": ("TransformerCA",),
     "objective": ("Loss", "ObjectiveConfig"),

@@ -28,6 +28,7 @@ from retreever.lab.bench.options import (
     MemoryBench,
     ModelsBench,
     RivalsBench,
+    SeriesBench,
     TrainBench,
 )
 from retreever.lab.data import Data
@@ -75,6 +76,7 @@ class Bench:
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
+        | Annotated[SeriesBench, named("series", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]
     )
 

@@ -16,6 +16,7 @@ from retreever.models.neural_process import NPConfig
 from retreever.models.np import ANP, NP
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
 from retreever.models.retreever import ReTreever, ReTreeverConfig
+from retreever.models.series.kinds import SERIES
 from retreever.models.tnp import TNPD, TNPDConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
@@ -28,6 +29,7 @@ KINDS: dict[str, tuple[type[Model], type[AnyConfig]]] = {
     "TNPD": (TNPD, TNPDConfig),
     "LBANP": (LBANP, LBANPConfig),
     "CMANP": (CMANP, CMANPConfig),
+    **{kind.__name__: (kind, kind.settings) for kind in SERIES.values()},
 }
 
 

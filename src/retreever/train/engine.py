@@ -52,7 +52,8 @@ class Trainer:
         model.to(str(self.device))
         model.train()
         cuda = self.device.type == "cuda"
-        self.graphed = cuda and config.graph and ranks.world == 1 and isinstance(task, Padded)
+        capturable = getattr(model, "capturable", True)  # False where a model has to wait for the device
+        self.graphed = cuda and config.graph and capturable and ranks.world == 1 and isinstance(task, Padded)
         data = task.training(config.seed)
         seed = data.initial_seed()
         self.stream = torch.Generator(self.device).manual_seed(seed) if self.graphed else data

@@ -11,9 +11,11 @@ import pytest
 from retreever import ConfigError, InputError
 from retreever.cli import main, parse, train_command
 from retreever.lab.recipes.defaults import DEFAULTS, MODELS, PUBLISHED, QUICK
+from retreever.lab.recipes.models import NEURAL_PROCESSES, SERIES
 from retreever.lab.recipes.options import asked
 from retreever.lab.recipes.recipe import PRESETS, Recipe, make_recipe, recipe_from_json, setting_names
-from retreever.lab.recipes.tasks import NEURAL_PROCESSES, TASKS
+from retreever.lab.recipes.tasks import TASKS
+from retreever.models.series.kinds import SERIES as kinds
 
 each = pytest.mark.parametrize("task", TASKS)
 
@@ -95,6 +97,28 @@ def test_residuals_are_those_a_model_trains_best_with_unless_given() -> None:
 def test_names_tell_runs_apart(task: str) -> None:
     changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"branch": 4}, {"preset": "paper"}, {"quick": True}]
     assert len({make_recipe(task, **change).name for change in changes}) == len(changes)
+
+
+def test_models_of_time_series_have_published_sizes_unless_given() -> None:
+    """They are models of the activity task alone, named as in the library."""
+    assert tuple(kinds) == SERIES
+    for name in SERIES:
+        made = make_recipe("activity", model=name).make_model()
+        assert type(made) is kinds[name] and made.config.hidden == kinds[name].settings().hidden
+        assert made.config.dropout == (0.2 if name == "ip-nets" else 0.1) and made.config.channels == 12
+        assert make_recipe("activity", model=name, state=20).make_model().config.hidden == 20
+    assert parsed("activity", "--model", "ode-rnn").train.lr == 3e-3
+    assert parsed("activity", "--model", "grud", "--state", "64").name == "activity-paper-grud-64-seed0"
+    adaptive = make_recipe("activity", model="latent-ode", solver="adaptive")
+    assert adaptive.name == "activity-paper-latent-ode-adaptive-seed0" and not adaptive.make_model().capturable
+    with pytest.raises(InputError, match=r"^model: expected a model of the gp task"):
+        make_recipe("gp", model="grud")
+
+
+def test_runs_from_before_time_series_are_read() -> None:
+    now = make_recipe("activity")
+    old = {name: value for name, value in now.to_json().items() if name not in ("state", "solver", "budget")}
+    assert recipe_from_json(old) == now
 
 
 def test_names_are_those_of_collected_results() -> None:

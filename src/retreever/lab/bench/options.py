@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from retreever.lab.recipes.models import POINT_MODELS, SERIES
+
 Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
 SHIPPED: tuple[Shipped, ...] = ("gp", "emnist", "activity", "copy-256", "copy-1024")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -181,3 +183,19 @@ class BudgetsBench(BenchOptions):
     """Keep the rows of other weights in the files of an earlier run."""
 
     name: ClassVar[str] = "budgets"
+
+
+@dataclass(frozen=True)
+class SeriesBench(BenchOptions):
+    """All models of Human Activity: parameters, time of an epoch of training, time of an answer."""
+
+    models: tuple[str, ...] = SERIES + POINT_MODELS
+    """Models, by their names in `retreever train activity`."""
+    batch: int = 64
+    """Windows per training step and per call."""
+    solver: Literal["fixed", "adaptive"] = "fixed"
+    """Steps of latent ODEs."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+
+    name: ClassVar[str] = "series"

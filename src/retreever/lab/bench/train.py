@@ -17,8 +17,8 @@ from retreever.lab.bench import figures
 from retreever.lab.bench.options import TrainBench
 from retreever.lab.bench.report import Row, Rows, Run, progress, timed, times
 from retreever.lab.bench.timing import Call, time_together
+from retreever.lab.recipes.models import NEURAL_PROCESSES
 from retreever.lab.recipes.recipe import Recipe, make_recipe
-from retreever.lab.recipes.tasks import NEURAL_PROCESSES
 from retreever.lab.tables import Table
 from retreever.ops.backend import Impl, Operator, without
 from retreever.train.engine import AHEAD, Trainer

@@ -20,6 +20,7 @@ from retreever.lab.recipes.options import Where
 from retreever.lab.recipes.recipe import Recipe, recipe_from_json
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
+from retreever.models.series.latent_ode import LatentModel
 from retreever.pretrained.card import read_card
 from retreever.pretrained.load import load_weights
 from retreever.tasks.activity import ActivityTask
@@ -147,6 +148,8 @@ def _finish(plan: Plan, trainer: Trainer, tests: Tests) -> None:
         "hardware": torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "CPU",
         "versions": {"retreever": __version__, "torch": torch.__version__},
     }
+    if isinstance(model, LatentModel):
+        result["evaluations"] = model.evaluations  # of the ODE's net, in the last batch
     folder.finish(result)
     draw_run(folder.path, recipe, model, plan.task, trainer.history)
 
@@ -155,9 +158,9 @@ def _line(plan: Plan) -> str:
     """One line on a finished run: its folder, scores and tokens."""
     result = read_json(plan.folder.result)
     try:
-        tokens = f"{result['tokens']} of {result['context']} tokens"
+        tokens = f", with {result['tokens']} of {result['context']} tokens" if result["tokens"] else ""
         scores = _scores_text(result["scores"])
-        return one_line(f"{plan.folder.path}: test {result['metric']}: {scores}, with {tokens}")
+        return one_line(f"{plan.folder.path}: test {result['metric']}: {scores}{tokens}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{plan.folder.result}: expected the result of a run, got {error!r}") from None
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from retreever.lab.recipes.models import NEURAL_PROCESSES
+
 Values = dict[str, Any]
 
 DEFAULTS: dict[str, Values] = {
@@ -64,6 +66,10 @@ MODELS: dict[str, Values] = {  # what some models change in the defaults of thei
     "tnpd": {"lr": 1e-3},
     "lbanp": {"lr": 1e-3, "latents": 8},
     "cmanp": {"lr": 1e-3, "latents": 128},
+    "ip-nets": {"dropout": 0.2},
+    "ode-rnn": {"lr": 3e-3},
+    "latent-ode-rnn": {"lr": 1e-2},
+    "latent-ode": {"lr": 3e-3},
 }
 
 
@@ -72,6 +78,6 @@ def defaults(task: str, preset: str = "default", quick: bool = False, model: str
 
     The code behind the published neural processes does not clip gradients.
     """
-    published = PUBLISHED[task] | ({"clip": 0.0} if model in MODELS else {})
+    published = PUBLISHED[task] | ({"clip": 0.0} if model in NEURAL_PROCESSES else {})
     own = DEFAULTS[task] | MODELS.get(model, {})
     return own | (published if preset == "paper" else {}) | (QUICK[task] if quick else {})

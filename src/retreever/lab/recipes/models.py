@@ -12,6 +12,11 @@ if TYPE_CHECKING:  # torch is imported only when a model is made
 
 Order = Literal["given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection"]
 KINDS = {"tca": "retreever", "ca": "transformer-ca"}  # names of the copy task for models without an encoder
+POINT_MODELS = ("retreever", "transformer-ca", "perceiver-io")
+NEURAL_PROCESSES = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "lbanp", "cmanp")
+SERIES = (
+    "rnn-impute", "rnn-decay", "grud", "ip-nets", "seft", "ode-rnn", "latent-ode-rnn", "latent-ode", "mtand-enc",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,10 +26,11 @@ class ModelSettings:
     model: Literal[
         "retreever", "transformer-ca", "perceiver-io", "tca", "ca",
         "cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "lbanp", "cmanp",
+        "rnn-impute", "rnn-decay", "grud", "ip-nets", "seft", "ode-rnn", "latent-ode-rnn", "latent-ode", "mtand-enc",
     ] = "retreever"  # fmt: skip
     """Tree cross attention, cross attention over all tokens, or Perceiver IO, behind the same kind of encoder; without
-    an encoder, on the copy task, the first two are tca and ca. On GP regression and images also nine neural
-    processes."""
+    an encoder, on the copy task, the first two are tca and ca. GP regression and images also have nine neural
+    processes, cnp to cmanp; activity has nine models of time series, rnn-impute to mtand-enc."""
     layers: int = 6
     """Encoder layers; cnp to banp have the published depths."""
     dim: int = 64
@@ -42,6 +48,10 @@ class ModelSettings:
     """Order of the tokens on the leaves."""
     axis: int = 0
     """The coordinate of --order axis."""
+    state: int = 0
+    """Width of the state of a model of time series, instead of layers, dim and hidden; 0 takes the published one."""
+    solver: Literal["fixed", "adaptive"] = "fixed"
+    """Steps of latent ODEs: a fixed number, or chosen by their error (torchdiffeq), without a CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,18 @@ def make_neural_process(model: ModelSettings, task_fields: dict[str, Any], depth
     return build(config(**settings))
 
 
+def make_series_model(model: ModelSettings, task_fields: dict[str, Any]) -> Model:
+    """A freshly initialised model of time series, of its published sizes unless `state` is given."""
+    from retreever.models.series.kinds import SERIES as kinds
+
+    given: dict[str, Any] = task_fields | {"dropout": model.dropout}
+    if model.state:
+        given["hidden"] = model.state
+    if model.model.startswith("latent-ode"):
+        given["solver"] = model.solver
+    return kinds[model.model](**given)
+
+
 def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Order) -> str:
     """The part of a run's name that identifies the model: settings that differ from the defaults."""
     searches = KINDS.get(model.model, model.model) == "retreever"
@@ -123,6 +145,8 @@ def model_mark(model: ModelSettings, search: SearchSettings, natural_order: Orde
     marks = (
         model.model,
         str(model.latents) if model.latents else "",
+        str(model.state) if model.state else "",
+        model.solver if model.solver != "fixed" else "",
         "ce" if searches and search.reward == "cross-entropy" else "",
         f"{model.order}{axis}" if model.order != natural_order else "",
         f"branch{search.branch}" if search.branch != 2 else "",

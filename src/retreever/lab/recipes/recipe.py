@@ -12,20 +12,23 @@ from retreever.arguments import check_bool, check_choice, reject
 from retreever.errors import ConfigError
 from retreever.lab.recipes.defaults import DEFAULTS, defaults
 from retreever.lab.recipes.models import (
+    NEURAL_PROCESSES,
+    SERIES,
     ModelSettings,
     SearchSettings,
     make_model,
     make_neural_process,
+    make_series_model,
     model_mark,
 )
-from retreever.lab.recipes.tasks import NEURAL_PROCESSES, TASKS, TaskSettings
+from retreever.lab.recipes.tasks import TASKS, TaskSettings
 from retreever.train.config import TrainConfig
 
 if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
 FORMAT = 2  # of config.json; version 0.1 wrote no number
-LATER: dict[str, Any] = {"budget": None}  # settings that older runs of this format do not have
+LATER: dict[str, Any] = {"budget": None, "state": 0, "solver": "fixed"}  # not in older runs of this format
 Preset = Literal["default", "paper"]
 PRESETS: tuple[Preset, ...] = ("default", "paper")
 
@@ -67,6 +70,8 @@ class Recipe:
         """The model, freshly initialised."""
         if self.model.model in NEURAL_PROCESSES:
             return make_neural_process(self.model, self.task.model_fields, self.task.depths)
+        if self.model.model in SERIES:
+            return make_series_model(self.model, self.task.model_fields)
         paper = self.preset == "paper"
         return make_model(self.model, self.search, self.task.model_fields, self.task.context, paper)
 

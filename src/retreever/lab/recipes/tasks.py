@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from retreever.arguments import check_int
 from retreever.data.catalogue import find_data
+from retreever.lab.recipes.models import NEURAL_PROCESSES, POINT_MODELS, SERIES
 
-POINT_MODELS = ("retreever", "transformer-ca", "perceiver-io")
-NEURAL_PROCESSES = ("cnp", "canp", "np", "anp", "bnp", "banp", "tnpd", "lbanp", "cmanp")
 Sizes = Literal["each", "batch"]
 
 
@@ -173,6 +172,7 @@ class ActivitySettings(TaskSettings):
 
     name: ClassVar[str] = "activity"
     marks: ClassVar[tuple[str, ...]] = ("split",)
+    models: ClassVar[tuple[str, ...]] = POINT_MODELS + SERIES
     metric: ClassVar[str] = "accuracy in %"
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 1, "dim_y": 24, "outputs": 11, "head": "categorical"}
     context: ClassVar[int] = 50
