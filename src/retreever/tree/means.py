@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from retreever.ops.gradients import needs_gradient
 from retreever.tree.build import leaves_of, level_masks, plan_for
 from retreever.tree.plan import TreePlan
 
@@ -22,7 +23,7 @@ def mean_tree(
     """Plan, keys and values of all nodes over tokens in leaf order, and node mask. Padding holds finite numbers."""
     b, n, h, e = keys.shape
     plan = plan_for(n, branch, mask is not None)
-    if mask is None and plan.full and not (_needs_gradient(keys, values) or torch.compiler.is_compiling()):
+    if mask is None and plan.full and not (needs_gradient(keys, values) or torch.compiler.is_compiling()):
         return plan, *_filled(plan, keys, values), None
     leaves, real = leaves_of(torch.stack([keys, values], dim=2).flatten(2), plan, mask)
     levels, node_mask = [leaves], None
@@ -58,10 +59,6 @@ def _mean(children: Float[Tensor, "b parents k c"], out: Tensor | None = None) -
     if children.shape[2] == 2:
         return torch.lerp(children[:, :, 0], children[:, :, 1], 0.5, out=out)
     return torch.mean(children, dim=2, out=out)
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def log_counts(plan: TreePlan, node_mask: Bool[Tensor, "b t"] | None, like: Tensor) -> Float[Tensor, "b t"]:

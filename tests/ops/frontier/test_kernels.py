@@ -6,13 +6,11 @@ As for the plain search, Triton runs in its interpreter on the CPU, and otherwis
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -436,48 +434,16 @@ def test_the_result_is_the_same_to_the_last_bit_on_all_threads(monkeypatch: pyte
         assert all(torch.equal(x, y) for x, y in zip(search(case, given_, "numba"), once, strict=True))
 
 
-@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@pytest.mark.skipif(not (INTERPRETING and TRITON), reason="needs the interpreter of triton")
 def test_a_tile_too_large_for_the_kernel_is_read_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import retreever.ops.frontier.launch_triton as launch
 
     monkeypatch.setattr(launch, "LARGEST", 0)
     monkeypatch.setattr(launch, "expand_triton", None)
-    if INTERPRETING:
-        check(Case(16, 9, h=2, e=8, b=1, m=1), "triton")
+    check(Case(16, 9, h=2, e=8, b=1, m=1), "triton")
 
 
 # ------------------------------------------------------------------------------------------------ compiling for a GPU
-
-
-class Recorder:
-    """Stands in for a kernel and keeps its launches."""
-
-    def __init__(self, kernel: Any, launches: list[Any]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.launches.append((self.kernel, args, options))
-
-
-def compile_for_hopper(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Ahead of time, as the launch would: same types, constants and alignment."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    pointers = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.bool: "*i1"}
-    pointers |= {torch.int64: "*i64", torch.int32: "*i32"}
-    signature, constants, attributes = {}, {}, {}
-    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[(place,)] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[parameter.name], attributes[(place,)] = pointers[value.dtype], [["tt.divisibility", 16]]
-        else:
-            assert parameter.do_not_specialize, "a size would compile a kernel of its own"
-            signature[parameter.name] = "i32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.mark.skipif(not (INTERPRETING and TRITON), reason="this is not the interpreter")
@@ -488,21 +454,15 @@ def test_kernels_compile_without_a_gpu() -> None:
 
 
 @pytest.mark.skipif(INTERPRETING or not TRITON, reason="the interpreter does not compile")
-def test_kernels_compile_for_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_compile_for_hopper(ahead_of_time: Any) -> None:
     """With all optional inputs, and children sorted by their shares."""
-    from triton.compiler import ASTSource
-
     from retreever.ops.frontier.launch_triton import expand, expand_triton
 
-    if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
-        pytest.skip("this triton compiles ahead of time by other means")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches: list[Any] = []
-    monkeypatch.setattr(expand, "kernel", Recorder(expand.kernel, launches))
+    ahead_of_time.record(expand, "kernel")
     case = Case(300, 260, k=64, h=1, e=4, mask="ragged", counts=True, dtype=torch.bfloat16)
     given_ = make(case)
     inputs = SearchInputs(*given_[:3], case.plan, given_.mask, log_count=given_.counts)
     path = torch.zeros(case.b, case.m, dtype=torch.int64)
     expand_triton(inputs, path, case.budget, spread(case.plan, case.budget, given_.mask))
-    ((kernel, args, options),) = launches
-    assert len(compile_for_hopper(kernel, args, options).asm["cubin"]) > 0
+    (launch,) = ahead_of_time.launches
+    assert ahead_of_time.compile(launch) > 0

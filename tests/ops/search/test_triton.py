@@ -8,12 +8,10 @@ of their own, for what the interpreter does not see.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -476,37 +474,6 @@ def test_launch_choices() -> None:
 # ------------------------------------------------------------------------------------------------ compiling
 
 
-class Recorder:
-    """Stands in for a kernel and keeps its launches."""
-
-    def __init__(self, kernel: Any, launches: list[Any]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.launches.append((self.kernel, args, options))
-
-
-def compile_for_hopper(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Ahead of time, as the launch would: same types, constants and alignment."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    pointers = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.bool: "*i1"}
-    pointers |= {torch.int64: "*i64", torch.int32: "*i32"}
-    signature, constants, attributes = {}, {}, {}
-    for place, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name], constants[(place,)] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[parameter.name], attributes[(place,)] = pointers[value.dtype], [["tt.divisibility", 16]]
-        else:
-            assert parameter.do_not_specialize, "a size would compile a kernel of its own"
-            signature[parameter.name] = "i32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
 @pytest.mark.skipif(not INTERPRETING, reason="this is not the interpreter")
 def test_kernels_compile_without_a_gpu() -> None:
     command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "for_hopper"]
@@ -524,20 +491,15 @@ def test_kernels_compile_without_a_gpu() -> None:
     ],
     ids=name,
 )
-def test_kernels_compile_for_hopper(case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from triton.compiler import ASTSource
-
-    if "constexprs" not in inspect.signature(ASTSource.__init__).parameters:
-        pytest.skip("this triton compiles ahead of time by other means")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches: list[Any] = []
-    monkeypatch.setattr(backend.descend, "kernel", Recorder(backend.descend.kernel, launches))
-    for kernel in ("query_gradient", "node_gradient"):
-        monkeypatch.setattr(backward_triton, kernel, Recorder(getattr(backward_triton, kernel), launches))
+def test_kernels_compile_for_hopper(case: Case, ahead_of_time: Any) -> None:
+    ahead_of_time.record(backend.descend, "kernel")
+    ahead_of_time.record(backward_triton, "query_gradient")
+    ahead_of_time.record(backward_triton, "node_gradient")
     given = make(case)
     q = given.q.requires_grad_()
     results = triton_search(q, given.keys, given.values, case.plan, given.mask, given.noise)
     results[0].sum().backward()
+    launches = ahead_of_time.launches
     assert [kernel.__name__ for kernel, _, _ in launches] == ["descend", "query_gradient", *["node_gradient"] * 2]
-    for kernel, args, options in launches[: 4 if case.mask else 1]:  # gradients have no such variants
-        assert len(compile_for_hopper(kernel, args, options).asm["cubin"]) > 0
+    for launch in launches[: 4 if case.mask else 1]:  # gradients have no such variants
+        assert ahead_of_time.compile(launch) > 0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retreever.ops.backend import Impl, choose, transformed
+from retreever.ops.gradients import needs_gradient
 
 # Up to this many query-key pairs per row, sums of products are faster than attention kernels for long sequences.
 FEW = 16
@@ -46,9 +46,8 @@ def attention(
 
 def _trains(q: Tensor, keys: Tensor, values: Tensor, dropout: float) -> bool:
     """Whether the training kernel can run: some input requires a gradient, and there is no dropout."""
-    wanted = torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad or values.requires_grad)
     return (
-        wanted
+        needs_gradient(q, keys, values)
         and dropout == 0
         and q.dtype == keys.dtype == values.dtype
         and q.shape[-1] <= WIDEST

@@ -12,8 +12,9 @@ from torch import Tensor
 from retreever.arguments import reject
 from retreever.ops.backend import Impl, choose, transformed
 from retreever.ops.frontier.reference import frontier_reference
+from retreever.ops.gradients import needs_gradient
 from retreever.ops.search.inputs import SearchInputs
-from retreever.ops.search.reference import _rows, _score
+from retreever.ops.search.reference import pick_rows, score_rows
 from retreever.tree.budget import Spread, slots, spread
 from retreever.tree.plan import TreePlan
 
@@ -32,9 +33,9 @@ def read_budget(
 ) -> tuple[Part, Int[Tensor, "b m s"]]:
     """Attention to the nodes that `budget` leaves, and their rows, -1 where there are fewer."""
     name = choose("frontier", impl, inputs.q)
-    plan, needs_gradient = inputs.plan, _needs_gradient(inputs)
+    plan, wanted = inputs.plan, needs_gradient(*inputs[:3])
     plain = inputs
-    if needs_gradient:
+    if wanted:
         plain = inputs._replace(q=inputs.q.detach(), keys=inputs.keys.detach(), values=inputs.values.detach())
     if name == "reference" or transformed():
         rows = frontier_reference(plain, path, budget, spread(plan, budget, inputs.node_mask))
@@ -44,7 +45,7 @@ def read_budget(
         output, lse, rows = _run_op(*tensors, plan.n, plan.branch, plan.block, budget, name)
     else:
         output, lse, rows = _expand(plain, path, budget, name)
-    return read_rows(inputs, rows) if needs_gradient else Part(output, lse), rows
+    return read_rows(inputs, rows) if wanted else Part(output, lse), rows
 
 
 def _expand(inputs: SearchInputs, path: Tensor, budget: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,9 +91,9 @@ def read_rows(inputs: SearchInputs, rows: Int[Tensor, "b m s"]) -> Part:
     """Attention to the nodes in `rows` (-1 is no node), in plain torch, with gradients."""
     q = inputs.q.to(torch.promote_types(inputs.q.dtype, torch.float32))
     real, node = rows >= 0, rows.clamp_min(0)
-    scores = _score(q, inputs.keys, inputs.node_mask, node, inputs.log_count)
+    scores = score_rows(q, inputs.keys, inputs.node_mask, node, inputs.log_count)
     scores = scores.masked_fill(~real[..., None], -torch.inf)
-    picked = _rows(inputs.values, node, inputs.node_mask).masked_fill(~real[..., None, None], 0)
+    picked = pick_rows(inputs.values, node, inputs.node_mask).masked_fill(~real[..., None, None], 0)
     output = (scores.softmax(dim=2)[..., None] * picked).sum(dim=2)
     return Part(output.to(inputs.q.dtype), scores.logsumexp(dim=2))
 
@@ -126,11 +127,6 @@ def merge_parts(parts: list[Part]) -> Part:
     lse = torch.stack([part.lse for part in parts])
     output = (lse.softmax(dim=0)[..., None] * torch.stack([part.output for part in parts])).sum(dim=0)
     return Part(output.to(parts[0].output.dtype), lse.logsumexp(dim=0))
-
-
-def _needs_gradient(inputs: SearchInputs) -> bool:
-    wanted = inputs.q.requires_grad or inputs.keys.requires_grad or inputs.values.requires_grad
-    return torch.is_grad_enabled() and wanted
 
 
 def _load(name: str, inputs: SearchInputs, open_: Spread) -> Expand | None:

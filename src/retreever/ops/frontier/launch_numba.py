@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retreever.ops.frontier.kernels_numba import expand
 from retreever.ops.search.inputs import SearchInputs
-from retreever.ops.search.launch_numba import _addresses, _run
+from retreever.ops.search.launch_numba import addresses, run
 from retreever.ops.search.threads_numba import Entries
 from retreever.tree.budget import Spread, slots
 
@@ -31,7 +31,7 @@ def expand_numba(inputs: SearchInputs, path: Tensor, budget: int, spread: Spread
     widest = max(spread.widest, default=1)
     sizes = (m, h, e, plan.branch, plan.depth, plan.block, rows.shape[2], widest)
     work = 2 * b * m * h * e * rows.shape[2]
-    _run(_EXPAND, q.dtype, (_addresses(*tensors), keys.stride(), values.stride(), sizes), b * m, work, tensors)
+    run(_EXPAND, q.dtype, (addresses(*tensors), keys.stride(), values.stride(), sizes), b * m, work, tensors)
     return output, lse, rows
 
 

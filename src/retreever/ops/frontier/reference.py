@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.ops.search.inputs import SearchInputs
-from retreever.ops.search.reference import _range, _score
+from retreever.ops.search.reference import count_up, score_rows
 from retreever.tree.budget import Spread, slots
 from retreever.tree.plan import TreePlan
 from retreever.tree.selected import leaf_nodes, path_nodes
@@ -51,12 +51,12 @@ def _children(
     """Rows and scores of the children of nodes, `count` each on `level`, and which are real; others score -inf."""
     plan, mask = inputs.plan, inputs.node_mask
     above = plan.offsets[level - 1] if level > 1 else -1  # the root's row
-    rows = (plan.offsets[level] + (parents - above)[..., None] * count + _range(count, parents)).flatten(2)
+    rows = (plan.offsets[level] + (parents - above)[..., None] * count + count_up(count, parents)).flatten(2)
     real = (parents < plan.nodes).repeat_interleave(count, dim=2)
     at = torch.where(real, rows, 0)
     if mask is not None:
         real = real & mask.gather(1, at.flatten(1)).view_as(at)
-    scores = _score(inputs.q, inputs.keys, mask, at, inputs.log_count)
+    scores = score_rows(inputs.q, inputs.keys, mask, at, inputs.log_count)
     return rows, scores.masked_fill(~real[..., None], -torch.inf), real
 
 

@@ -127,7 +127,7 @@ def _forward(
     tensors = (q, keys, values, node_mask, noise, choices, output, path, log_prob, entropy, lse)
     sizes = (m, h, e, branch, depth, block)
     work = b * m * h * e * (branch * depth + block)
-    _run(_FORWARD, dtype, (_addresses(*tensors), key_strides, value_strides, sizes), b * -(-m // LANES), work, tensors)
+    run(_FORWARD, dtype, (addresses(*tensors), key_strides, value_strides, sizes), b * -(-m // LANES), work, tensors)
     return output, path, log_prob, entropy
 
 
@@ -137,7 +137,7 @@ def _forward_with_lse(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
     return output, path, log_prob, entropy, lse
 
 
-def _run(
+def run(
     entries: Entries, dtype: torch.dtype, arguments: tuple[Any, ...], items: int, work: int, alive: Sequence[Any]
 ) -> None:
     """Compute all items of a kernel, with up to as many threads as torch uses, at least GRAIN of `work` each."""
@@ -149,7 +149,8 @@ def _run(
         share(entry, real, arguments, items, helpers, alive)
 
 
-def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
+def addresses(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Where the tensors lie in memory; 0 for None."""
     # tuple() of a list is faster than of a generator.
     return tuple([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
@@ -184,17 +185,17 @@ def _backward(
     read = (q, keys, values, node_mask, path, output, lse, grad_output, grad_log_prob, grad_entropy)
     written = (grads[0], shares, gradients)
     sizes = (m, h, e, branch, depth, block)
-    _run(
+    run(
         _BACKWARD_SCORES,
         q.dtype,
-        (_addresses(*read, *written), keys.stride(), values.stride(), sizes),
+        (addresses(*read, *written), keys.stride(), values.stride(), sizes),
         b * tiles,
         2 * work,
         [*read, *written],
     )
     used = (q, grad_output, path, shares, gradients, grads[1], grads[2])
     groups = max(1, min(h, 2 * torch.get_num_threads() // max(b, 1), work // GRAIN))
-    _run(_BACKWARD_NODES, q.dtype, (_addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
+    run(_BACKWARD_NODES, q.dtype, (addresses(*used), (*sizes, groups)), b * groups, 2 * work, [*used])
     return grads
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retreever.ops.gradients import needs_gradient
 from retreever.ops.launching_triton import Launcher, on_device_of
 from retreever.ops.search import backward_triton as gradients
 from retreever.ops.search import forward_triton as kernels
@@ -26,14 +27,10 @@ def search_triton(inputs: SearchInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]
     """Output, path, log_prob and entropy of every query."""
     q, keys, values, plan, node_mask, noise, choices = inputs[:7]
     shape = (plan.branch, plan.depth, plan.block)
-    if torch.compiler.is_compiling() or type(q) is not Tensor or _needs_gradient(q, keys, values):
+    if torch.compiler.is_compiling() or type(q) is not Tensor or needs_gradient(q, keys, values):
         return _forward(q, keys, values, node_mask, noise, choices, *shape)[:4]
     # A direct call saves the cost of the custom operator.
     return _descend(q, keys, values, node_mask, noise, choices, *shape, save=False)[:4]
-
-
-def _needs_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @torch.library.custom_op("retreever::tree_attention_triton", mutates_args=())

@@ -27,8 +27,8 @@ def search_reference(
     log_prob, entropy = q.new_zeros(b, m), q.new_zeros(b, m)
     scores, rows = [], []
     for level in range(1, plan.depth + 1):
-        children = plan.offsets[level] + path[..., None] * plan.branch + _range(plan.branch, path)
-        level_scores = _score(q, keys, node_mask, children, log_count)
+        children = plan.offsets[level] + path[..., None] * plan.branch + count_up(plan.branch, path)
+        level_scores = score_rows(q, keys, node_mask, children, log_count)
         policy = level_scores.softmax(dim=2).mean(dim=3)  # (b, m, k): head mean of the attention weights
         chosen = _choose(policy, None if noise is None else noise[..., level - 1])
         if choices is not None:
@@ -37,23 +37,24 @@ def search_reference(
         log_policy = policy.clamp_min(torch.finfo(policy.dtype).tiny).log()
         log_prob = log_prob + log_policy.gather(2, chosen[..., None])[..., 0]
         entropy = entropy - (policy * log_policy).sum(dim=2)
-        taken = _range(plan.branch, path) == chosen[..., None]
+        taken = count_up(plan.branch, path) == chosen[..., None]
         scores.append(level_scores.masked_fill(taken[..., None], -torch.inf))
         rows.append(children)
         path = path * plan.branch + chosen
-    leaves = plan.leaf_offset + path[..., None] * plan.block + _range(plan.block, path)
-    scores.append(_score(q, keys, node_mask, leaves, log_count))
+    leaves = plan.leaf_offset + path[..., None] * plan.block + count_up(plan.block, path)
+    scores.append(score_rows(q, keys, node_mask, leaves, log_count))
     rows.append(leaves)
     weights = torch.cat(scores, dim=2).softmax(dim=2)  # (b, m, s, h)
-    picked = _rows(values, torch.cat(rows, dim=2), node_mask)  # (b, m, s, h, e)
+    picked = pick_rows(values, torch.cat(rows, dim=2), node_mask)  # (b, m, s, h, e)
     return (weights[..., None] * picked).sum(dim=2).to(dtype), path, log_prob, entropy
 
 
-def _range(length: int, like: Tensor) -> Int[Tensor, " length"]:
+def count_up(length: int, like: Tensor) -> Int[Tensor, " length"]:
+    """0, 1, ... on the device of `like`."""
     return torch.arange(length, device=like.device)
 
 
-def _rows(
+def pick_rows(
     nodes: Float[Tensor, "b t h e"], index: Int[Tensor, "b m s"], mask: Bool[Tensor, "b t"] | None
 ) -> Float[Tensor, "b m s h e"]:
     """nodes[b, index[b, m, s]] for every query; 0 at padding, which may hold NaN."""
@@ -62,7 +63,7 @@ def _rows(
     return picked if mask is None else picked.masked_fill(~mask[batch, index][..., None, None], 0)
 
 
-def _score(
+def score_rows(
     q: Float[Tensor, "b m h e"],
     keys: Float[Tensor, "b t h e"],
     mask: Tensor | None,
@@ -70,7 +71,7 @@ def _score(
     log_count: Float[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b m s h"]:
     """Scaled dot products of each query with the nodes of `index`, plus their log count; -inf at padding."""
-    scores = (q[:, :, None] * _rows(keys, index, mask)).sum(dim=-1) * q.shape[-1] ** -0.5
+    scores = (q[:, :, None] * pick_rows(keys, index, mask)).sum(dim=-1) * q.shape[-1] ** -0.5
     if log_count is not None:
         batch = torch.arange(len(log_count), device=log_count.device)[:, None, None]
         scores = scores + log_count[batch, index][..., None]
