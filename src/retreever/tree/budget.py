@@ -44,8 +44,9 @@ def spread(plan: TreePlan, budget: int, node_mask: Bool[Tensor, "b t"] | None) -
         return Spread(table, None)
     real = node_mask[:, plan.leaf_offset :]
     ends = torch.arange(1, plan.leaves + 1, device=real.device)
-    blocks = -(-(real * ends).amax(dim=1) // plan.block)  # a context lies on the leftmost of them
-    own = sum(((blocks > plan.branch**level).long() for level in range(plan.depth)), torch.zeros_like(blocks))
+    blocks = ((real * ends).amax(dim=1) + plan.block - 1) // plan.block  # a context lies on the leftmost of them
+    reach = plan.branch ** torch.arange(plan.depth, device=real.device)  # blocks below a node, from the last level up
+    own = (blocks[:, None] > reach).sum(dim=1)
     covered = (real.sum(dim=1) <= budget) & (blocks <= slots(plan, budget))
     return Spread(table, own.masked_fill(covered, -1))
 

@@ -172,12 +172,12 @@ class Hand:
         return sorted(left), gap
 
     def shares(self, level: int, opened: list[int]) -> dict[int, float]:
-        """Log of the share of the attention, mean over heads, that each child of the opened nodes has."""
+        """Log of the share of the attention that each child of the opened nodes has: fourth roots, mean over heads."""
         plan = self.plan
         above = plan.offsets[level - 1] if level > 1 else -1
         firsts = [plan.offsets[level] + (row - above) * plan.branch for row in opened]
         children = [child for first in firsts for child in self.real(range(first, first + plan.branch))]
-        weights = torch.stack([self.score(child) for child in children]).softmax(dim=0).mean(dim=1)
+        weights = torch.stack([self.score(child) for child in children]).softmax(dim=0).pow(0.25).mean(dim=1)
         return dict(zip(children, weights.log().tolist(), strict=True))
 
 

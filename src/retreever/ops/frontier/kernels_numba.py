@@ -72,8 +72,8 @@ def _score(tree, row, scores, at, real):
 
 @part
 def _share(tree, cells, count, real):
-    """Head mean of the attention weights among the first `count` cells."""
-    stride = lanes(tree.heads, 1)
+    """Head mean of the fourth roots of the attention weights among the first `count` cells."""
+    stride, quarter = lanes(tree.heads, 1), splat(0.25, real)
     for c in range(count):
         cells.shares[c] = type(real)(0)
     for g in range(0, tree.heads, LANES):
@@ -81,10 +81,10 @@ def _share(tree, cells, count, real):
         for c in range(1, count):
             top = larger(top, load(cells.scores, c * stride + g))
         for c in range(count):
-            weight = exp(load(cells.scores, c * stride + g) - top)
-            store(cells.weights, c * LANES, weight)
-            mass = mass + weight
-        norm = keep_first(splat(1 / tree.heads, real) / mass, tree.heads - g)
+            root = exp((load(cells.scores, c * stride + g) - top) * quarter)
+            store(cells.weights, c * LANES, root)
+            mass = mass + root * root * root * root
+        norm = keep_first(splat(1 / tree.heads, real) * exp(log(mass) * splat(-0.25, real)), tree.heads - g)
         for c in range(count):
             cells.shares[c] += total(keep_first(load(cells.weights, c * LANES), tree.heads - g) * norm)
 

@@ -50,9 +50,9 @@ def real_rows(mask, rows, there):
 
 @triton.jit
 def shares_of(scores, real, HEADS: tl.constexpr, H: tl.constexpr):
-    """(C,): the attention each cell has among all cells, summed over heads; -1 at padding."""
+    """(C,): fourth root of the attention each cell has among all cells, summed over heads; -1 at padding."""
     weights = tl.exp(scores - tl.max(scores, axis=0)[None])
-    weights = weights / tl.sum(weights, axis=0)[None]
+    weights = tl.sqrt(tl.sqrt(weights / tl.sum(weights, axis=0)[None]))
     if H != HEADS:
         weights = tl.where((tl.arange(0, H) < HEADS)[None], weights, 0.0)
     return tl.where(real, tl.sum(weights, axis=1), -1.0)

@@ -1,8 +1,10 @@
 """The frontier of a budgeted search in plain torch: every other backend is tested against it. Any dtype, any device.
 
 The tree is opened level by level. Of the children of the nodes opened above, a level opens the one on the path and then
-those with the largest share of the attention among them all (mean over heads), as many as its width allows
-(tree/budget.py).
+those with the largest share of the attention among them all, as many as its width allows (tree/budget.py). Heads are
+averaged over the fourth roots of their shares: a node that several heads look at a little comes before one that a
+single head looks at much, whose tokens that head mostly has read already. (Of powers from 1 to 1/8 and the mean of
+logarithms, 1/4 lost least on fields kept for choosing, benchmarks/rivals.md.)
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def frontier_reference(inputs: SearchInputs, path: Int[Tensor, "b m"], budget: i
     left = []
     for level, most in enumerate(open_.widest, start=1):
         rows, scores, real = _children(inputs, opened, level, plan.branch)
-        share = scores.softmax(dim=2).mean(dim=3).masked_fill(~real, -torch.inf)
+        share = scores.softmax(dim=2).pow(0.25).mean(dim=3).masked_fill(~real, -torch.inf)
         share = share.masked_fill(rows == taken[..., level - 1, None], torch.inf)
         opens = _first(share, _width(open_, level, rows)) & real
         left.append(rows.masked_fill(opens | ~real, plan.nodes))
