@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,11 +114,19 @@ def ticks_of(tokens: Sequence[float]) -> list[float]:
     return ticks
 
 
+def round_values(values: Sequence[float]) -> list[float]:
+    """1, 2 and 5 times powers of ten within the limits of the axis."""
+    low, high = axis_limits(values)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    return [value for value in found if low <= value <= high]
+
+
 def _finish_panel(axis: Axes, setting: str, counts: Sequence[float], cost: str) -> None:
     clean(axis, cost)
     axis.set_xscale("log")
     axis.set_xlim(*axis_limits(counts))
-    ticks = ticks_of(counts)
+    ticks = ticks_of(counts if all(float(count).is_integer() for count in counts) else round_values(counts))
     axis.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
     axis.set_xticks([], minor=True)
     axis.margins(y=0.12)
