@@ -12,8 +12,8 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
 
-test: $(INSTALLED) lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one thread a worker: they would wait for one another
+test: $(INSTALLED) lint  # one thread a worker: they would wait for one another
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-gpu: $(INSTALLED)  # the tests marked gpu, on a machine that has one
 	@$(BIN)/python -m pytest -m gpu -n 4

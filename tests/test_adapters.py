@@ -128,6 +128,10 @@ def assert_alike(model: Any, plain: Any, data: Batch, tolerance: float = 1e-5) -
         outputs(*which) for which in ((model, data, True), (model, data, False), (plain, data, False))
     )
     assert close(trained, exact, tolerance) and close(evaluated, exact, tolerance)
+    assert_gradients_alike(model, plain, data, tolerance)
+
+
+def assert_gradients_alike(model: Any, plain: Any, data: Batch, tolerance: float) -> None:
     for ours, true in zip(loss_and_gradients(model, data), loss_and_gradients(plain, data), strict=True):
         assert close(ours, true, 10 * tolerance)
 
@@ -138,14 +142,15 @@ def wrap_each(kind: str, names: list[str], data: Batch, tolerance: float, whole:
     for name in names:
         model, plain = (make(kind, **m).to(data.xc.device) for m in (more, {"impl": "reference"}))
         wrapper, _ = with_wrapper(model, name), with_wrapper(plain, name)
-        outputs(model, data, training=True)
+        trained = outputs(model, data, training=True)
         assert wrapper.calls, f"{name} is bypassed in training"
+        evaluated, exact = (outputs(each, data, training=False) for each in (model, plain))
+        assert close(evaluated, exact, tolerance)
         if whole:
-            assert_alike(model, plain, data, tolerance)
-        else:
-            assert close(outputs(model, data, training=False), outputs(plain, data, training=False), tolerance)
+            assert close(trained, exact, tolerance)
+            assert_gradients_alike(model, plain, data, tolerance)
         if not isinstance(wrapper, Container):
-            assert not close(outputs(model, data, False), usual), f"{name} changes nothing"
+            assert not close(evaluated, usual), f"{name} changes nothing"
 
 
 @each_model

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-COUNT = int(os.environ.get("RETREEVER_FUZZ", "1500"))
-GROUPS = (["checkpoint", "card"], ["run", "idx", "csv", "zip", "gz", "image"])
+COUNT = int(os.environ.get("RETREEVER_FUZZ", "1000"))
+GROUPS = (["checkpoint", "card"], ["run", "idx", "csv", "zip", "gz", "image", "idx"])  # one again: see below
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures memory as Linux tells it")
 
 
@@ -27,16 +27,13 @@ def run(script: str, *words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(60 + COUNT)
 @pytest.mark.parametrize("kinds", GROUPS, ids="-".join)
 def test_spoilt_files_are_accepted_or_refused_in_one_line(kinds: list[str]) -> None:
-    count = COUNT * len(kinds) // 8
+    count = COUNT // 8 * len(kinds)
     done = run("mutate.py", "--count", count, "--kinds", *kinds)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"\n{count:,} mutations" in done.stdout
-
-
-def test_a_seed_gives_the_same_mutations_again() -> None:
-    done = run("mutate.py", "--kinds", "idx", "idx", "--count", 200, "--seed", 3)
-    first, second = (line.split("|")[1:6] for line in done.stdout.splitlines() if line.startswith("| idx"))
-    assert first == second and first[1].strip() == "100"
+    rows = [line.split("|")[1:6] for line in done.stdout.splitlines() if line.startswith("| idx")]
+    assert len(rows) == kinds.count("idx")
+    assert all(row == rows[0] and int(row[1]) == COUNT // 8 for row in rows)  # a seed gives the same mutations again
 
 
 def test_planted_faults_are_found() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from retreever.lab.doctor import checks, collect, facts, installed, run_doctor
 from retreever.ops.search import api
+from retreever.tree.plan import TreePlan
 
 Search = Callable[..., tuple[Tensor, ...]]
 
@@ -133,8 +134,11 @@ def test_an_error_while_a_backend_is_looked_for_is_wrong(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("name", ["search_errors", "attention_errors", "building_errors"])
-def test_triton_is_checked_in_its_interpreter_when_that_is_switched_on(name: str) -> None:
+def test_triton_is_checked_in_its_interpreter_when_that_is_switched_on(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
+    monkeypatch.setattr(checks, "TreePlan", lambda n, branch=2: TreePlan(min(n, 9), branch))  # the rest takes long
     arguments = ("triton", "cpu") if name == "search_errors" else ("cpu",)
     state = torch.get_rng_state()
     found = checks.check("triton", "cpu", lambda: getattr(checks, name)(*arguments))

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -154,6 +155,7 @@ def test_killed_at_any_file_operation_runs_resume_to_the_same_bytes(tmp_path: Pa
 if __name__ == "__main__":
     import torch._dynamo
 
-    import retreever.ops.search.launch_numba  # noqa: F401 (here, once, not in every child)
-
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as warm:  # modules and kernels are loaded here, once, not in every child
+        train(Path(warm) / "run", Ranks(0, 1))
     print(json.dumps(kill(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -29,15 +29,17 @@ from retreever.train.together import Stopped, train_in
 BRIEF = {"steps": 24, "batch": 4, "warmup": 4, "evaluate_every": 5, "save_every": 3}
 RECIPE = make_recipe("copy", n=8, dropout=0.1, **BRIEF)
 ARGUMENTS = [
-    "train", "copy", "--n", "8", "--steps", "40", "--batch", "4", "--warmup", "4", "--evaluate-every", "8",
+    "train", "copy", "--quick", "--n", "8", "--steps", "24", "--batch", "4", "--warmup", "4", "--evaluate-every", "8",
     "--save-every", "3",
 ]  # fmt: skip
-NAME = "copy-8-tca-seed0"
+NAME = "copy-8-tca-quick-seed0"
 
 
 def a_trainer(recipe: Recipe = RECIPE) -> Trainer:
     torch.manual_seed(7)
-    return Trainer(recipe.make_model(), CopyTask(8), recipe.train)
+    trainer = Trainer(recipe.make_model(), CopyTask(8), recipe.train)
+    trainer._validation = list(CopyTask(8).validation(sequences=16))
+    return trainer
 
 
 def bits(folder: RunFolder) -> tuple[dict[str, Any], list[Any]]:

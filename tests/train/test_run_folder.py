@@ -15,13 +15,14 @@ from retreever.errors import ConfigError
 from retreever.train.run import RunFolder, read_json
 
 SETTINGS = {"n": 8, "text": "x" * 100}
+ROUNDS = 150
 
 
 def start(folder: RunFolder, **ways: bool) -> None:
     folder.start(SETTINGS, **{"resume": False, "overwrite": False} | ways)
 
 
-def race(folder: Path, rounds: int, processes: int = 3) -> dict[str, int]:
+def race(folder: Path, rounds: int = ROUNDS, processes: int = 3) -> int:
     """How often a new folder, started by several processes at the same moment, had one owner."""
     os.fsync = lambda handle: None  # type: ignore[assignment]
     single = 0
@@ -46,10 +47,10 @@ def race(folder: Path, rounds: int, processes: int = 3) -> dict[str, int]:
         owners = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children].count(0)
         assert RunFolder(folder / str(number)).config() == SETTINGS
         single += owners == 1
-    return {"single": single}
+    return single
 
 
-def crash_everywhere(folder: Path, *ways: str) -> dict[str, int]:
+def crash_everywhere(folder: Path, *ways: str) -> int:
     """Crash before each thing that a start does to the file system; afterwards every way to start works."""
     os.fsync = lambda handle: None  # type: ignore[assignment]
     for moment in range(1_000):
@@ -75,25 +76,18 @@ def crash_everywhere(folder: Path, *ways: str) -> dict[str, int]:
         start(place, overwrite=True)
         assert sorted(path.name for path in place.path.iterdir()) == [".lock", "config.json"]
         if not crashed:
-            return {"moments": moment}
+            return moment
     raise AssertionError("no start came through")
 
 
-def run_here(test: str, folder: Path, *words: str) -> dict[str, int]:
-    """What the function of that name finds, in a new process, from which forking is cheap and safe."""
-    command = [sys.executable, __file__, test, str(folder), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_simultaneous_starts_have_one_owner_and_a_crash_at_any_moment_blocks_nothing(tmp_path: Path) -> None:
+    """In a new process, from which forking is cheap and safe; new runs and runs that replace another crash."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_simultaneous_starts_have_one_owner(tmp_path: Path) -> None:
-    assert run_here("race", tmp_path, "300") == {"single": 300}
-
-
-@pytest.mark.parametrize("ways", [[], ["overwrite"]], ids=["new", "overwrite"])
-def test_a_crash_at_any_moment_of_a_start_blocks_nothing(ways: list[str], tmp_path: Path) -> None:
-    assert run_here("crash_everywhere", tmp_path, *ways)["moments"] > 5
+    single, moments_new, moments_overwrite = json.loads(done.stdout)
+    assert single == ROUNDS and moments_new > 5 and moments_overwrite > 5
 
 
 def test_drafts_of_a_killed_writer_are_deleted(tmp_path: Path) -> None:
@@ -149,5 +143,6 @@ def test_settings_that_are_no_json_object_are_one_line(text: bytes, tmp_path: Pa
 
 
 if __name__ == "__main__":
-    words = [int(word) if word.isdigit() else word for word in sys.argv[3:]]
-    print(json.dumps(globals()[sys.argv[1]](Path(sys.argv[2]), *words)))
+    root = Path(sys.argv[1])
+    moments = [crash_everywhere(root / "new"), crash_everywhere(root / "over", "overwrite")]
+    print(json.dumps([race(root / "race"), *moments]))

@@ -14,7 +14,7 @@ from retreever.tree.budget import level_widths, slots, spread
 from retreever.tree.build import build_nodes
 from retreever.tree.plan import TreePlan, tree_depth
 
-EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "200"))
 properties = settings(max_examples=EXAMPLES // 4, derandomize=True, deadline=None)
 DEEPEST = {2: 9, 3: 5, 4: 4, 5: 3, 8: 3}
 trees = st.sampled_from(sorted(DEEPEST)).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, DEEPEST[k])))

@@ -13,7 +13,7 @@ from torch import Tensor
 from retreever import TreeCrossAttention, TreePlan, full_attention, tree_attention
 from retreever.tree.means import log_counts, mean_tree
 
-EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "200"))
 properties = settings(max_examples=EXAMPLES // 4, derandomize=True, deadline=None)
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=3)
 branches, seeds = st.integers(2, 6), st.integers(0, 10_000)

@@ -13,7 +13,7 @@ from retreever.tree.build import plan_for
 from retreever.tree.order import LeafLayout, leaf_layout
 from retreever.tree.plan import TreePlan
 
-EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "150"))
 properties = settings(max_examples=EXAMPLES, derandomize=True, deadline=None)
 branches = st.integers(2, 7)
 

@@ -15,7 +15,7 @@ from retreever.tree.build import build_nodes
 from retreever.tree.plan import TreePlan
 from retreever.tree.selected import leaf_nodes, nodes_scored, path_nodes, selected_nodes
 
-EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "200"))
 properties = settings(max_examples=EXAMPLES, derandomize=True, deadline=None)
 fewer = settings(properties, max_examples=EXAMPLES // 3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,19 @@ def budgeted(n: int, budget: int, branch: int = 2, order: TokenOrder = "keys") -
     return explain(attention(4 * torch.randn(1, 1, 8), attention.build(torch.randn(1, n, 8))))
 
 
+DRAWN: dict[tuple[Explanation, int | None], Any] = {}  # figures, which several tests look at
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`draw_retrieval`, which returns the figure once it is laid out in place of its file."""
 
-    def draw(*arguments: Any, **settings: Any) -> Any:
-        kept: list[Any] = []
-        monkeypatch.setattr(retrieval, "save", lambda figure, file, title: (kept.append(figure), save(figure, file))[1])
-        draw_retrieval(arguments[0], tmp_path / "kept.png", *arguments[1:], **settings)
-        return kept[0]
+    def draw(told: Explanation, truth: int | None = None) -> Any:
+        if (told, truth) not in DRAWN:
+            monkeypatch.setattr(retrieval, "save", lambda figure, file, _: (keep(figure), save(figure, file))[1])
+            keep = partial(DRAWN.__setitem__, (told, truth))
+            draw_retrieval(told, tmp_path / "kept.png", truth=truth)
+        return DRAWN[told, truth]
 
     return draw
 

@@ -21,11 +21,8 @@ def drawn(panels: Panels, file: Path) -> set[str]:
     """Colours of the palette that are in the picture."""
     pixels = (255 * image.imread(draw_curve_panels(panels, file, "accuracy in %", "Reward"))[..., :3]).round()
     assert (pixels[[0, -1]] == 255).all() and (pixels[:, [0, -1]] == 255).all()  # nothing touches the edge
-    found = {tuple(pixel) for pixel in pixels.reshape(-1, 3)[::3].astype(int).tolist()}
     light = {c: [round(255 + 0.8 * (int(c[i : i + 2], 16) - 255)) for i in (1, 3, 5)] for c in PALETTE}
-    return {
-        c for c, rgb in light.items() if any(max(abs(a - b) for a, b in zip(rgb, p, strict=True)) < 3 for p in found)
-    }
+    return {c for c, rgb in light.items() if (abs(pixels - rgb).max(axis=-1) < 3).any()}
 
 
 @pytest.mark.parametrize("settings", [1, 3, 4])

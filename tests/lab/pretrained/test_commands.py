@@ -12,6 +12,7 @@ import pytest
 from retreever.cli import main
 from retreever.errors import InputError
 from retreever.lab.pretrained.page import make_page
+from retreever.lab.recipes import command
 from retreever.lab.recipes.command import scores_of
 from retreever.lab.recipes.recipe import make_recipe
 from retreever.pretrained.card import Card, read_card
@@ -55,11 +56,14 @@ def scores_in(printed: str) -> list[float]:
     return [float(score) for score in re.findall(r"(?:test|full) (\d+\.\d+)", printed)]
 
 
-def test_a_budget_is_read_in_place_of_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_is_read_in_place_of_the_runs_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trained with a budget of 6 of 8 tokens, scored again with that, with one path and with all."""
-    few = ["--steps", "4", "--batch", "8", "--warmup", "1", "--evaluate-every", "4", "--save-every", "4"]
+    monkeypatch.setattr(command, "QUICK_BATCHES", 5)
+    few = ["--quick", "--steps", "4", "--batch", "8", "--warmup", "1", "--evaluate-every", "4", "--save-every", "4"]
     assert main(["train", "copy", "--n", "16", "--budget", "6", *few, "--device", "cpu", "--out", str(tmp_path)]) == 0
-    run = tmp_path / "copy-16-tca-budget6-seed0"
+    run = tmp_path / "copy-16-tca-budget6-quick-seed0"
     own = json.loads((run / "result.json").read_text())
     assert own["tokens"] == 6
     scores = {}

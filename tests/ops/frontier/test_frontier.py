@@ -23,7 +23,7 @@ from retreever.tree.means import log_counts, mean_tree
 from retreever.tree.selected import selected_nodes
 
 HEADS, WIDTH, QUERIES = 2, 3, 4
-EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "200"))
 properties = settings(max_examples=EXAMPLES // 5, derandomize=True, deadline=None)
 fewer = settings(properties, max_examples=EXAMPLES // 10)
 lengths_of_rows = st.lists(st.integers(1, 40), min_size=1, max_size=3)

@@ -446,13 +446,6 @@ def test_a_tile_too_large_for_the_kernel_is_read_in_plain_torch(monkeypatch: pyt
 # ------------------------------------------------------------------------------------------------ compiling for a GPU
 
 
-@pytest.mark.skipif(not (INTERPRETING and TRITON), reason="this is not the interpreter")
-def test_kernels_compile_without_a_gpu() -> None:
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "for_hopper"]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
 @pytest.mark.skipif(INTERPRETING or not TRITON, reason="the interpreter does not compile")
 def test_kernels_compile_for_hopper(ahead_of_time: Any) -> None:
     """With all optional inputs, and children sorted by their shares."""

@@ -538,6 +538,7 @@ print(backend._FORWARD.kernel.stats.cache_path)
     nowhere = {
         "NUMBA_CACHE_DIR": str(tmp_path / "file" / "below"),
         "NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator",
+        "NUMBA_OPT": "0",  # compiles faster
     }
     assert fresh_python(code, **nowhere) == "None"
 

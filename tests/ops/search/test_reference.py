@@ -20,7 +20,7 @@ from retreever.tree.plan import TreePlan
 from retreever.tree.selected import selected_nodes
 
 HEADS, WIDTH, QUERIES = 2, 3, 4
-EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("RETREEVER_EXAMPLES", "200"))
 properties = settings(max_examples=EXAMPLES, derandomize=True, deadline=None)
 lengths_of_rows = st.lists(st.integers(1, 20), min_size=1, max_size=3)
 seeds = st.integers(0, 10_000)

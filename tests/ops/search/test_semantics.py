@@ -19,8 +19,13 @@ BACKENDS += ["numba"] if importlib.util.find_spec("numba") else []
 BACKENDS += ["triton"] if INTERPRETING and importlib.util.find_spec("triton") else []
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Triton's interpreter computes with numpy
 each_backend = pytest.mark.parametrize("impl", BACKENDS)
-# One query takes a kernel of its own; seventeen fill more than one tile.
-each_size = pytest.mark.parametrize(("n", "branch", "m"), [(16, 2, 1), (8, 2, 17), (27, 3, 4), (5, 8, 3)])
+# One query takes a kernel of its own; seventeen fill more than one tile. In Triton each is a program of its own.
+SIZES = [(16, 2, 1), (8, 2, 17), (27, 3, 4), (5, 8, 3)]
+each_size = pytest.mark.parametrize(("n", "branch", "m"), SIZES)
+each_backend_and_size = pytest.mark.parametrize(
+    ("impl", "n", "branch", "m"),
+    [(impl, n, branch, min(m, 2) if impl == "triton" else m) for impl in BACKENDS for n, branch, m in SIZES],
+)
 
 
 def inputs(n: int, branch: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, TreePlan]:
@@ -30,8 +35,7 @@ def inputs(n: int, branch: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor, 
     return q, keys, values, plan
 
 
-@each_backend
-@each_size
+@each_backend_and_size
 def test_choices_are_those_of_the_reference(impl: Any, n: int, branch: int, m: int) -> None:
     q, keys, values, plan = inputs(n, branch, m)
     generator = torch.Generator().manual_seed(1)
@@ -61,8 +65,7 @@ def test_a_choice_of_probability_zero_is_taken(impl: Any) -> None:
     assert found.path.item() == 1 and found.log_prob.item() < -80 and found.log_prob.isfinite().all()
 
 
-@each_backend
-@each_size
+@each_backend_and_size
 def test_what_padding_holds_never_matters(impl: Any, n: int, branch: int, m: int) -> None:
     """Every padding node holds one of four bad numbers."""
     q, keys, values, plan = inputs(n, branch, m)
@@ -80,8 +83,7 @@ def test_what_padding_holds_never_matters(impl: Any, n: int, branch: int, m: int
         assert nodes.grad is not None and nodes.grad.isfinite().all() and not nodes.grad[~mask].any()
 
 
-@each_backend
-@each_size
+@each_backend_and_size
 @pytest.mark.parametrize("spoilt", [math.nan, math.inf])
 def test_keys_that_are_no_numbers_are_not_hidden(impl: Any, n: int, branch: int, m: int, spoilt: float) -> None:
     """A search over them must not look as if it had worked."""

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -255,12 +253,18 @@ def force_tiles(patch: pytest.MonkeyPatch, queries: int, children: int = 0, leng
     patch.setattr(backend, "node_tile", node_tile)
 
 
+def interpreted(case: Case, patch: pytest.MonkeyPatch) -> Case:
+    """In the interpreter, many queries are four tiles of 16 and three more: more tiles say nothing new."""
+    if not INTERPRETING or case.m <= 16:
+        return case
+    force_tiles(patch, queries=16)
+    return replace(case, m=min(case.m, 67))
+
+
 @on_device
 @pytest.mark.parametrize("case", FORWARD, ids=name)
 def test_forward_is_as_exact_as_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETING and case.m > 16:
-        force_tiles(monkeypatch, queries=16)
-    check_forward(case)
+    check_forward(interpreted(case, monkeypatch))
 
 
 LATE = [
@@ -274,9 +278,7 @@ LATE = [
 @pytest.mark.parametrize("case", LATE, ids=name)
 def test_values_may_be_read_after_the_choice(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_triton, "MANY_BYTES", 0)
-    if INTERPRETING and case.m > 16:
-        force_tiles(monkeypatch, queries=16)
-    check_forward(case)
+    check_forward(interpreted(case, monkeypatch))
 
 
 @pytest.mark.parametrize("case, late", [
@@ -304,9 +306,7 @@ def test_late_values_of_a_large_tree() -> None:
 @on_device
 @pytest.mark.parametrize("case", GRADIENT, ids=name)
 def test_gradients_are_as_exact_as_those_of_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETING and case.m > 16:
-        force_tiles(monkeypatch, queries=16)
-    check_gradients(case)
+    check_gradients(interpreted(case, monkeypatch))
 
 
 @on_device
@@ -472,13 +472,6 @@ def test_launch_choices() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ compiling
-
-
-@pytest.mark.skipif(not INTERPRETING, reason="this is not the interpreter")
-def test_kernels_compile_without_a_gpu() -> None:
-    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "for_hopper"]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter does not compile")
