@@ -83,18 +83,29 @@ def build_nodes(
         The plan, the nodes and the node mask (None when all nodes are real).
     """
     plan = plan_for(context.shape[1], branch, mask is not None)
-    leaves, real = leaves_of(context, plan, mask)
+    return plan, *nodes_over(*leaves_of(context, plan, mask), plan, aggregator, detach, impl)
+
+
+def nodes_over(
+    leaves: Float[Tensor, "b leaves d"],
+    real: Bool[Tensor, "b leaves"] | None,
+    plan: TreePlan,
+    aggregator: nn.Module,
+    detach: bool = False,
+    impl: Impl = "auto",
+) -> tuple[Float[Tensor, "b t d"], Bool[Tensor, "b t"] | None]:
+    """Nodes and node mask above tokens that lie on their leaf slots; `real` is None where every slot has one."""
     masks = None if real is None else level_masks(plan, real)
     node_mask = None if masks is None else torch.cat(masks[::-1], dim=1)
     if choose("aggregate", impl, leaves) != "reference":
         weights = plain_weights(aggregator)
         if weights is not None and aggregates(plan, weights, leaves):
-            return plan, aggregate(leaves, node_mask, plan, weights), node_mask
+            return aggregate(leaves, node_mask, plan, weights), node_mask
     levels = [leaves]
     for height in range(plan.depth):
         level_mask = None if masks is None else masks[height]
-        levels.append(_summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), aggregator, detach))
-    return plan, torch.cat(levels[::-1], dim=1), node_mask
+        levels.append(summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), aggregator, detach))
+    return torch.cat(levels[::-1], dim=1), node_mask
 
 
 def leaves_of(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -119,7 +130,7 @@ def level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Ten
     return levels
 
 
-def _summarise(
+def summarise(
     level: Float[Tensor, "b children d"],
     real: Bool[Tensor, "b children"] | None,
     parents: int,
