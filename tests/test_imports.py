@@ -19,7 +19,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 # nothing in the library imports it.
 GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
-    "data", "tasks", "nn", "tree",
+    "data", "tasks", "nn", "tree", "sharded",
     "results", "attention_inputs", "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
     "detours", "objective", "models", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
@@ -177,9 +177,9 @@ def test_the_public_names_are_pinned() -> None:
         "ANP", "BANP", "BNP", "BackendError", "Batch", "CANP", "CMANP", "CNP", "CheckpointError", "ConfigError",
         "CrossAttention", "DataError", "Fidelity", "GRUD", "IPNets", "InputError", "LBANP", "LatentODE", "LatentODERNN",
         "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
-        "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TNPD", "TransformerCA", "Tree", "TreeCrossAttention",
-        "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-        "load_pretrained", "merge_parts", "tree_attention",
+        "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "ShardedTree", "TNPD", "TransformerCA", "Tree",
+        "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain",
+        "full_attention", "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

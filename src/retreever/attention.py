@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
-from retreever.attention_inputs import check_budget, check_context, check_search
+from retreever.attention_inputs import check_budget, check_context, check_search, shard_error
 from retreever.batch import without_padding
 from retreever.cross_attention import Context, CrossAttention, Mask, Query, readout
 from retreever.fidelity import Fidelity, measure
@@ -31,6 +32,10 @@ from retreever.ops.backend import Impl, choose
 from retreever.ops.search.api import TreeAttention, counted_keys, read_leaves, search
 from retreever.ops.search.inputs import SearchInputs
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
+from retreever.sharded.build import build_for
+from retreever.sharded.search import read_leaves_sharded, search_sharded
+from retreever.sharded.tree import ShardedTree
+from retreever.sharded.wire import Wire
 from retreever.tree.aggregate import Aggregator, make_aggregator
 from retreever.tree.build import Tree, build_nodes
 from retreever.tree.means import log_counts, mean_tree
@@ -153,10 +158,21 @@ class TreeCrossAttention(nn.Module):
         counts = log_counts(plan, node_mask, keys)
         return replace(tree, log_count=counts, counted=counted_keys(keys, counts))
 
+    def build_sharded(self, context: Context, mesh: DeviceMesh, mask: Mask = None) -> ShardedTree:
+        """Build one tree over the tokens of all processes of `mesh`; every process calls this with its own.
+
+        The tree is that of the first process's tokens, then the second's, and so on, in leaf order; a process may have
+        none. All processes call it together, each with queries of its own, and run `backward` together: paths, outputs
+        and gradients are those of one process. `mesh` has one dimension; all contexts have the same number of rows.
+        """
+        wire = Wire(mesh)
+        wire.agree(shard_error(self, self.block, context, mask))
+        return build_for(self, without_padding(context, mask), mask, wire)
+
     def forward(
         self,
         query: Query,
-        tree: Tree,
+        tree: Tree | ShardedTree,
         noise: Noise = None,
         choices: Choices = None,
         generator: torch.Generator | None = None,
@@ -169,7 +185,7 @@ class TreeCrossAttention(nn.Module):
 
         Args:
             query: the queries.
-            tree: made by `build`.
+            tree: made by `build` or `build_sharded`.
             noise: uniforms in [0, 1), one per decision, by which paths are sampled. Without it paths are sampled in
                 training and the most likely child is taken in evaluation.
             choices: the child to take at single decisions; -1 leaves them to the policy.
@@ -237,13 +253,15 @@ class TreeCrossAttention(nn.Module):
                 return self.block.split_heads(project(tokens, weights))
         return self.block.key_values(tokens)
 
-    def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
+    def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree | ShardedTree) -> Float[Tensor, "b m h e"]:
+        if isinstance(tree, ShardedTree):
+            return read_leaves_sharded(q, tree)
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
 
     def _search(
         self,
         q: Float[Tensor, "b m h e"],
-        tree: Tree,
+        tree: Tree | ShardedTree,
         noise: Noise,
         choices: Choices,
         generator: torch.Generator | None,
@@ -251,6 +269,8 @@ class TreeCrossAttention(nn.Module):
     ) -> TreeAttention:
         if noise is None and self.training:
             noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
+        if isinstance(tree, ShardedTree):
+            return search_sharded(q, tree, noise, choices, budget, self.impl)
         inputs = SearchInputs(
             q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices, tree.log_count, tree.counted
         )
@@ -263,7 +283,7 @@ def _means(branch: int, order: TokenOrder, budget: int | None) -> dict[str, Any]
 
 
 def _result(
-    output: Query, found: TreeAttention, tree: Tree, retrieval: Retrieval, leaves: Query | None = None
+    output: Query, found: TreeAttention, tree: Tree | ShardedTree, retrieval: Retrieval, leaves: Query | None = None
 ) -> TreeCrossAttentionResult:
     return TreeCrossAttentionResult(
         output,
