@@ -87,7 +87,7 @@ from retreever import Batch, PerceiverIO, ReTreever, TransformerCA
 x = torch.randn(2, 19, 1)
 mask = torch.arange(19) < torch.tensor([[19], [7]])
 for kind in (ReTreever, TransformerCA, PerceiverIO):
-    for encoder in ("transformer", "identity", "linformer", "chordmixer"):
+    for encoder in ("transformer", "identity", "local", "linformer", "chordmixer"):
         model = kind(dim=16, layers=1, hidden=16, encoder=encoder, impl="reference", dropout=0.1)
         model.loss(Batch(x, x, x, x, mask)).total.backward()
         assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())

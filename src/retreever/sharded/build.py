@@ -37,7 +37,8 @@ class Builder(Protocol):
     impl: Impl
 
     @property
-    def order(self) -> str: ...
+    def order(self) -> str:
+        """How tokens are laid on leaves."""
 
     def _key_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
 
