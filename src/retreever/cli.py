@@ -28,7 +28,9 @@ from retreever.lab.bench.options import (
     MemoryBench,
     ModelsBench,
     RivalsBench,
+    ScaleBench,
     SeriesBench,
+    ShardedBench,
     TrainBench,
 )
 from retreever.lab.data import Data
@@ -76,7 +78,9 @@ class Bench:
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
+        | Annotated[ScaleBench, named("scale", prefix_name=False)]
         | Annotated[SeriesBench, named("series", prefix_name=False)]
+        | Annotated[ShardedBench, named("sharded", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]
     )
 

@@ -128,7 +128,7 @@ def _settle(
     number = (shares[: wire.rank].sum(dim=0)[:, None] + real.cumsum(dim=1) - 1)[real]
     slot = shards.slots_of(number, shares.sum(dim=0)[row])
     subtree = slot // part.leaves
-    to = shards.holder_for(-1, subtree, number)
+    to = shards.holder_for(wire.rank, subtree, number)
     first = torch.tensor([min(shards.held_by(rank), default=0) for rank in range(wire.world)], device=to.device)
     target = ((subtree - first[to]) * b + row) * part.leaves + slot % part.leaves
     route = Route(wire, to)

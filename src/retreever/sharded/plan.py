@@ -71,11 +71,15 @@ class ShardPlan:
 
     def holder_for(self, rank: int, subtree: Numbers, query: Numbers) -> Numbers:
         """The process that answers each query about a subtree: this one where it can, else its holders in turn."""
-        most = max(map(len, self.holders))
-        near = [(rank,) if rank in holders else holders for holders in self.holders]
-        table = torch.tensor([(*holders, *[0] * (most - len(holders))) for holders in near], device=subtree.device)
-        sizes = torch.tensor([len(holders) for holders in near], device=subtree.device)
-        return table[subtree, query % sizes[subtree]]
+        table, sizes = (numbers.to(subtree.device) for numbers in self._table)
+        return torch.where((table == rank).any(dim=1)[subtree], rank, table[subtree, query % sizes[subtree]])
+
+    @cached_property
+    def _table(self) -> tuple[Int[Tensor, "count most"], Int[Tensor, " count"]]:
+        """Holders of every subtree, -1 where there are fewer than of another, and how many each has."""
+        rows = [torch.tensor(holders) for holders in self.holders]
+        sizes = torch.tensor([len(holders) for holders in self.holders])
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1), sizes
 
     def blocks_of(self, lengths: Numbers) -> Numbers:
         """Leaf blocks taken by rows of these lengths."""

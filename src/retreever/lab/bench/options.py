@@ -186,6 +186,48 @@ class BudgetsBench(BenchOptions):
 
 
 @dataclass(frozen=True)
+class ShardedBench(BenchOptions):
+    """A tree over several processes (torchrun): equal to one process, time of a call, bytes and messages."""
+
+    n: tuple[int, ...] = (4096, 65536, 1048576)
+    """Context tokens, on all processes together."""
+    m: tuple[int, ...] = (1, 256)
+    """Queries per call and process."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads."""
+    budget: int = 40
+    """Tokens to read per query, beside one path."""
+    check: int = 65536
+    """Contexts of at most this many tokens are compared with one process."""
+
+    name: ClassVar[str] = "sharded"
+
+
+@dataclass(frozen=True)
+class ScaleBench(BenchOptions):
+    """A cost model fitted to `bench sharded` and `bench attention`, and a simulation of routing."""
+
+    results: Path = Path("benchmarks/results")
+    """Folder with sharded-1-cpu.json, sharded-2-cpu.json, sharded-4-cpu.json and attention-cuda.json."""
+    processes: int = 1024
+    """Processes of the simulation."""
+    queries: int = 256
+    """Queries of every process."""
+    skews: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
+    """The i-th hottest subtree is asked for i^-skew times as often; 0 is uniform."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads."""
+    seed: int = 0
+    """Seed of the simulation."""
+
+    name: ClassVar[str] = "scale"
+
+
+@dataclass(frozen=True)
 class SeriesBench(BenchOptions):
     """All models of Human Activity: parameters, time of an epoch of training, time of an answer."""
 
