@@ -17,7 +17,7 @@ from retreever.checks import (
     values_readable,
 )
 from retreever.nn.blocks import AttentionBlock
-from retreever.tree.build import Tree
+from retreever.tree.value import Tree
 
 
 def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> None:
