@@ -15,8 +15,8 @@ from retreever.objective import Gate, ObjectiveConfig, three_term_loss
 from retreever.ops.search.api import tree_attention
 from retreever.tree.aggregate import MeanAggregator
 from retreever.tree.build import build_nodes
-from retreever.tree.value import Tree
 from retreever.tree.plan import TreePlan
+from retreever.tree.value import Tree
 
 HEADS, WIDTH = 4, 3
 

@@ -86,7 +86,7 @@ CHANGES = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     CHANGES, st.integers(1, 6), st.integers(2, 4), st.sampled_from(SETTINGS), st.sampled_from(["numba", "reference"])
 )

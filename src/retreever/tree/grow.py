@@ -72,6 +72,8 @@ def levels_above(plan: TreePlan, slots: Int[Tensor, "b w"], run: bool) -> tuple[
         places = slots // powers
         rows = places + offsets
         first = places[:, 1:] * plan.branch + offsets[:-1]
+        if plan.depth == 0:
+            return [], rows
         return list(zip(torch.split(rows[:, 1:], 1, 1), torch.split(first, 1, 1), strict=True)), rows
     levels: list[Level] = []
     place, all_rows = slots, [slots + plan.leaf_offset]

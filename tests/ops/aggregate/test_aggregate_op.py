@@ -121,3 +121,15 @@ def test_what_the_kernel_cannot_do_is_left_to_plain_torch() -> None:
         assert not taken(64, 8)  # heads too narrow
         assert not taken(64, 4, branch=32)  # too many siblings
     assert not taken(64, 4)  # gradients are wanted
+
+
+def test_the_kernel_of_one_way_up_compiles_for_a_gpu(ahead_of_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path_triton = pytest.importorskip("retreever.ops.aggregate.path_triton")
+    if not hasattr(path_triton.climb_path, "params"):
+        pytest.skip("kernels are interpreted")
+    ahead_of_time.record(path_triton, "climb_path")
+    weights = plain_weights(an_aggregator(64, 4, "pre"))
+    plan = TreePlan(64, 2)
+    nodes, mask = torch.zeros(1, plan.nodes, 64), torch.ones(1, plan.nodes, dtype=torch.bool)
+    path_triton.climb_triton(nodes, mask, torch.zeros(1, 1, dtype=torch.int64), plan, weights)
+    assert ahead_of_time.compile(ahead_of_time.launches[0]) > 0
