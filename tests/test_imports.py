@@ -20,7 +20,8 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
     "data", "tasks", "nn", "tree", "sharded",
-    "results", "attention_inputs", "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
+    "results", "attention_inputs", "attention_build", "attention_search", "growing_inputs", "growing",
+    "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
     "detours", "objective", "models", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
     from retreever.sharded.tree import ShardedTree
-    from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
+    from retreever.tree.value import Tree
     from retreever.tree_multihead import TreeMultihead
 
 __all__ = [
@@ -79,9 +79,9 @@ _HOME = {
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
     "sharded.tree": ("ShardedTree",),
-    "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),
+    "tree.value": ("Tree",),
     "tree_multihead": ("TreeMultihead",),
 }
 

@@ -19,7 +19,7 @@ from retreever.checks import (
 from retreever.errors import InputError
 from retreever.nn.blocks import AttentionBlock
 from retreever.sharded.tree import ShardedTree
-from retreever.tree.build import Tree
+from retreever.tree.value import Tree
 
 
 def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> None:

@@ -20,8 +20,9 @@ from retreever.ops.search.api import counted_keys
 from retreever.sharded.plan import ShardPlan
 from retreever.sharded.tree import ShardedTree
 from retreever.sharded.wire import Route, Wire
-from retreever.tree.build import Tree, nodes_over, plan_for, summarise
+from retreever.tree.build import nodes_over, plan_for, summarise
 from retreever.tree.means import log_counts
+from retreever.tree.value import Tree
 
 Heads = Float[Tensor, "b t h e"]
 Project = Callable[[Tensor], tuple[Tensor, Tensor]]  # nodes (b, t, d) to keys and values (b, t, h, e)
@@ -40,16 +41,14 @@ class Builder(Protocol):
     def order(self) -> str:
         """How tokens are laid on leaves."""
 
-    def _key_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]: ...
 
-
-def build_for(module: Builder, context: Tensor, mask: Tensor | None, wire: Wire) -> ShardedTree:
+def build_for(module: Builder, context: Tensor, mask: Tensor | None, wire: Wire, project: Project) -> ShardedTree:
     """The tree of a module over the tokens of all processes; padding holds finite numbers."""
     if module.order != "given":
         reject("order", "'given' for a tree over several processes", repr(module.order))
     if module.aggregator is not None:
-        return build_sharded(context, mask, wire, module, module.aggregator, module._key_values)
-    tokens, split = counted_tokens(*module._key_values(context))
+        return build_sharded(context, mask, wire, module, module.aggregator, project)
+    tokens, split = counted_tokens(*project(context))
     return build_sharded(tokens, mask, wire, module, CountedMean(), split)
 
 

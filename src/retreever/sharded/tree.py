@@ -13,11 +13,12 @@ from retreever.arguments import check_int, reject
 from retreever.ops.search.api import counted_keys
 from retreever.sharded.plan import ShardPlan
 from retreever.sharded.wire import Wire
-from retreever.tree.build import Tree
 from retreever.tree.plan import TreePlan
+from retreever.tree.stamp import Stamp
+from retreever.tree.value import Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardedTree:
     """A tree over several processes, made by `TreeCrossAttention.build_sharded` and searched like any other.
 
@@ -27,6 +28,7 @@ class ShardedTree:
         crown: nodes, keys and values of levels 1 to the border, on every process.
         part: the subtrees of this process, as rows of one tree: all contexts of its first subtree, then of the next.
         wire: the connection to the other processes, with counts of bytes and messages.
+        stamp: the weights that made the tree; None if that is not known.
     """
 
     shards: ShardPlan
@@ -34,6 +36,7 @@ class ShardedTree:
     crown: Tree
     part: Tree
     wire: Wire
+    stamp: Stamp | None = None
 
     @property
     def plan(self) -> TreePlan:
@@ -52,6 +55,10 @@ class ShardedTree:
     @property
     def order(self) -> None:
         """Tokens are in the order given."""
+
+    @property
+    def beside(self) -> None:
+        """No second tree: tokens cannot be appended yet."""
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,7 @@ from retreever.ops.frontier.api import Part, merge_parts
 from retreever.ops.search.inputs import SearchInputs
 from retreever.sharded.tree import ShardedTree
 from retreever.sharded.wire import Route
-from retreever.tree.build import Tree
+from retreever.tree.value import Tree
 
 Visitors = Shaped[Tensor, "v *c"]
 

@@ -80,6 +80,24 @@ class BuildBench(BenchOptions):
 
 
 @dataclass(frozen=True)
+class GrowBench(BenchOptions):
+    """Time to append one token to a tree, against building it anew; a stream appended token by token."""
+
+    n: tuple[int, ...] = ()
+    """Tokens of the tree; by default 4,096, 65,536 and 1,048,576."""
+    stream: int = 1_000_000
+    """Length of the stream."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads, also of the aggregator."""
+    branch: int = 2
+    """Children per node."""
+
+    name: ClassVar[str] = "grow"
+
+
+@dataclass(frozen=True)
 class MemoryBench(BenchOptions):
     """Peak memory of one inference call beyond its inputs."""
 

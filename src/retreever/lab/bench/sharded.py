@@ -30,7 +30,7 @@ from retreever.lab.tables import Table
 from retreever.results import TreeCrossAttentionResult
 from retreever.sharded.tree import ShardedTree
 from retreever.train.distributed import Ranks, ranks_of_job
-from retreever.tree.build import Tree
+from retreever.tree.value import Tree
 
 
 def measure(options: ShardedBench) -> None:
