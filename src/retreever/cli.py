@@ -25,6 +25,7 @@ from retreever.lab.bench.options import (
     AttentionBench,
     BudgetsBench,
     BuildBench,
+    EncodeBench,
     GrowBench,
     MemoryBench,
     ModelsBench,
@@ -76,6 +77,7 @@ class Bench:
         Annotated[AttentionBench, named("attention", prefix_name=False)]
         | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
+        | Annotated[EncodeBench, named("encode", prefix_name=False)]
         | Annotated[GrowBench, named("grow", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]

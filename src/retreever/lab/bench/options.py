@@ -204,6 +204,22 @@ class BudgetsBench(BenchOptions):
 
 
 @dataclass(frozen=True)
+class EncodeBench(BenchOptions):
+    """Time and memory of encoding long contexts, by encoder."""
+
+    n: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    """Context points."""
+    encoders: tuple[Literal["identity", "local", "transformer"], ...] = ("identity", "local", "transformer")
+    """Encoders."""
+    layers: int = 6
+    """Layers of the encoders."""
+    slowest: float = 60.0
+    """A transformer is not run where it would take longer than this many seconds."""
+
+    name: ClassVar[str] = "encode"
+
+
+@dataclass(frozen=True)
 class ShardedBench(BenchOptions):
     """A tree over several processes (torchrun): equal to one process, time of a call, bytes and messages."""
 
