@@ -145,6 +145,15 @@ def test_a_tree_of_other_weights_is_refused(tmp_path: Path) -> None:
             other(query, Tree.load(file))
 
 
+def test_a_stale_tree_is_not_saved(tmp_path: Path) -> None:
+    module, tree = trees()["fixed"]
+    with torch.no_grad():
+        module.block.to_kv.weight.mul_(2)
+    with pytest.raises(InputError, match="tree: expected one whose weights are as they were"):
+        tree.save(tmp_path / "tree")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
     file = tmp_path / "tree"
     code = f"""

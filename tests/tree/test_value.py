@@ -104,6 +104,12 @@ def test_a_stale_tree_is_refused(fused: bool, training: bool) -> None:
     assert module(query, tree).output.isfinite().all()
 
 
+def test_weights_made_in_inference_mode_have_no_count_of_writes() -> None:
+    with torch.inference_mode():
+        module = module_of()
+        assert module(torch.randn(1, 2, 16), module.build(torch.randn(1, 5, 16))).output.isfinite().all()
+
+
 def test_copies_keep_the_fingerprint_of_their_weights() -> None:
     module, query = module_of(), torch.randn(2, 3, 16)
     tree = module.build(torch.randn(2, 5, 16)).detach()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retreever.arguments import reject
 from retreever.errors import CheckpointError
 from retreever.files import open_regular, os_errors, write_chunks
 from retreever.tree.plan import TreePlan
@@ -94,6 +95,8 @@ def _shape_of(tree: Tree) -> dict[str, int]:
 def _header(tensors: dict[str, Parts], plans: dict[str, dict[str, int]], stamp: Stamp | None) -> bytes:
     """Length and text of the header, padded so that the data begin at a page."""
     fingerprint = None if stamp is None else stamp.fingerprint()
+    if stamp is not None and fingerprint is None:
+        reject("tree", "one whose weights are as they were when it was built", "one whose weights have changed since")
     about = {"format": FORMAT, "version": VERSION, "fingerprint": fingerprint or "", "plans": json.dumps(plans)}
     header: dict[str, Any] = {"__metadata__": about}
     end = 0

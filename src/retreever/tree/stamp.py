@@ -59,7 +59,7 @@ class Stamp:
 
     def fingerprint(self) -> str | None:
         """The fingerprint of the weights; None if they have changed before it was taken."""
-        if self._fingerprint is None and self._weights and not self._changed():
+        if self._fingerprint is None and self._sources and not self._changed():
             self._fingerprint = fingerprint_of(self._sources)
         return self._fingerprint
 
@@ -81,7 +81,7 @@ class Stamp:
             for source in sources.values()
             for layer in source.modules()
             for name, weight in layer._parameters.items()
-            if weight is not None
+            if weight is not None and not weight.is_inference()  # which have no count of writes
         ]
 
 

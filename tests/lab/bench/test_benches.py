@@ -77,6 +77,7 @@ def test_every_benchmark_covers_its_methods(result: dict[str, Any]) -> None:
     expected = {
         "attention": {TREE, BUDGET, FULL, PERCEIVER, REFERENCE, "TCA, branch 2", "Perceiver IO read-out"},
         "build": {BUILD, PRODUCTS, "layout", "aggregation"},
+        "grow": {"append", "append, means", "rebuild", "rebuild, means", "fold", "fold, means", "encode again"},
         "memory": {TREE, "all tokens, cached", "all tokens, raw"},
         "models": {"predict", "answer", "predict, plain torch"},
         "train": {CROSS, PLAIN, SEARCH},

@@ -137,7 +137,7 @@ def test_the_kernel_of_one_way_up_compiles_without_a_gpu() -> None:
 @pytest.mark.skipif(interpreting(), reason="the interpreter does not compile")
 def test_the_kernel_of_one_way_up_compiles_for_hopper(ahead_of_time: Any) -> None:
     path_triton = pytest.importorskip("retreever.ops.aggregate.path_triton")
-    ahead_of_time.record(path_triton, "climb_path")
+    ahead_of_time.record(path_triton._climb, "kernel")
     weights, plan = plain_weights(an_aggregator(64, 4, "pre")), TreePlan(16)
     nodes, mask = torch.zeros(1, plan.nodes, 64), torch.ones(1, plan.nodes, dtype=torch.bool)
     path_triton.climb_triton(nodes, mask, torch.zeros(1, 1, dtype=torch.int64), plan, weights)

@@ -60,6 +60,7 @@ def append_rows(run: Run, module: TreeCrossAttention, kind: Aggregator, n: int) 
     rows = _timed(run, methods, "eager", n)
     if run.device.type == "cuda":
         rows += _timed(run, {APPENDS[kind, "graph"]: [append]}, "graph", n)
+    del tree, append, methods  # a million tokens take gigabytes
     beside = max(1, int(FOLD * n))
     both = module.append(module.build(context), run.randn(1, beside, module.block.kdim))
     folds = _timed(run, {FOLDS[kind]: [partial(module.fold, both)]}, "eager", n)

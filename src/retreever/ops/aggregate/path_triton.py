@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retreever.ops.aggregate.kernels_triton import summarise
 from retreever.ops.aggregate.weights import LayerWeights
-from retreever.ops.launching_triton import on_device_of, precision
+from retreever.ops.launching_triton import Launcher, on_device_of, precision
 from retreever.tree.plan import TreePlan
 
 ROWS = 16  # of a tile, the fewest that tensor cores take
@@ -17,8 +17,8 @@ ROWS = 16  # of a tile, the fewest that tensor cores take
 
 @triton.jit(do_not_specialize=["rows", "slot_stride", "width", "first_child", "first_parent", "parents", "steps"])
 def climb_path(
-    nodes, mask, slots, rows, slot_stride, width, first_child, first_parent, parents, steps,
-    norm_w, norm_b, q_w, kv_w, out_w, out_b, feed_w, feed_b, up_w, up_b, down_w, down_b,
+    nodes, mask, slots, norm_w, norm_b, q_w, kv_w, out_w, out_b, feed_w, feed_b, up_w, up_b, down_w, down_b,
+    rows, slot_stride, width, first_child, first_parent, parents, steps,
     CHILDREN: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HIDDEN: tl.constexpr,
     PRE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -45,13 +45,16 @@ def climb_path(
         first_child, first_parent = first_parent, first_parent - parents
 
 
+_climb = Launcher(climb_path)
+
+
 def climb_triton(nodes: Tensor, mask: Tensor, slots: Tensor, plan: TreePlan, weights: LayerWeights) -> None:
     """Write the nodes (b, t, d) above leaf `slots` (b, w), which follow one another, in place."""
-    dim = nodes.shape[2]
+    dim, heads = nodes.shape[2], weights.heads
+    rows = max(ROWS, triton.next_power_of_2(2 * plan.branch))
+    way = (plan.leaf_offset, plan.offsets[plan.depth], plan.blocks, plan.depth)
+    sizes = (plan.nodes, slots.stride(0), slots.shape[1], *way)
+    layer = (heads, dim, weights.hidden, weights.pre, (dim // heads) ** -0.5, precision(nodes.dtype))
     with on_device_of(nodes):
-        climb_path[(len(nodes),)](
-            nodes, mask, slots, plan.nodes, slots.stride(0), slots.shape[1],
-            plan.leaf_offset, plan.offsets[plan.depth], plan.blocks, plan.depth, *weights.tensors,
-            plan.branch, weights.heads, dim, weights.hidden, weights.pre, (dim // weights.heads) ** -0.5,
-            precision(nodes.dtype), max(ROWS, triton.next_power_of_2(2 * plan.branch)), num_warps=4, num_stages=1,
-        )  # fmt: skip
+        tensors = (nodes, mask, slots, *weights.tensors)
+        _climb(len(nodes), tensors, sizes, (plan.branch, *layer, rows), num_warps=4, num_stages=1)
