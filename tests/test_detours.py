@@ -14,8 +14,9 @@ from retreever.models.retreever import ReTreever
 from retreever.objective import Gate, ObjectiveConfig, three_term_loss
 from retreever.ops.search.api import tree_attention
 from retreever.tree.aggregate import MeanAggregator
-from retreever.tree.build import Tree, build_nodes
+from retreever.tree.build import build_nodes
 from retreever.tree.plan import TreePlan
+from retreever.tree.value import Tree
 
 HEADS, WIDTH = 4, 3
 

@@ -146,7 +146,12 @@ OPERATORS: list[Case] = [
 ]
 CONFIGS: list[Case] = [
     (lambda: TransformerCA(head="beta"), "head", "one of gaussian, bounded, floored, categorical, point", "'beta'"),
-    (lambda: TransformerCA(encoder="gru"), "encoder", "one of identity, transformer, linformer, chordmixer", "'gru'"),
+    (
+        lambda: TransformerCA(encoder="gru"),
+        "encoder",
+        "one of identity, transformer, local, linformer, chordmixer",
+        "'gru'",
+    ),
     (lambda: TransformerCA(inputs="image"), "inputs", "one of points, sequence", "'image'"),
     (lambda: TransformerCA(outputs=-1), "outputs", "an int >= 0", "-1"),
     (lambda: TransformerCA(heads=3), "heads", "a divisor of dim=64", "3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,20 @@ def test_lines_of_the_example_are_those_of_numpy(fill: Any) -> None:
     seen = row.yc[0, :, 1] > 0
     expected = np.interp(row.xt[0, :, 0], row.xc[0, seen, 0], row.yc[0, seen, 0])
     assert np.allclose(fill.line(row), expected, atol=1e-5)
+
+
+def test_a_stream_is_predicted_and_appended_point_by_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a small file in the format of the real one; the stream is longer than its series, and begins again."""
+    stream = load("stream")
+    rows = [
+        f"A01,{tag},{time},27.05.2009 14:03:25:127,{time % 7 / 10},{time % 5 / 10},{time % 3 / 10},walking"
+        for time in range(300)
+        for tag in ("010-000-024-033", "010-000-030-096", "020-000-033-111", "020-000-032-221")
+    ]
+    (tmp_path / "ConfLongDemo_JSI.txt").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    out = tmp_path / "stream.json"
+    stream.main(["--data", str(tmp_path), "--points", "1300", "--updates", "2", "--out", str(out)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["1,024", "1,200", "1,300"]
+    written = json.loads(out.read_text())
+    assert all(row["tree"] > 0 and row["ms"] > 0 for row in written["rows"])

@@ -19,8 +19,9 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 # nothing in the library imports it.
 GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
-    "data", "tasks", "nn", "tree",
-    "results", "attention_inputs", "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
+    "data", "tasks", "nn", "tree", "sharded",
+    "results", "attention_inputs", "attention_build", "attention_search", "growing_inputs", "growing",
+    "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
     "detours", "objective", "models", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
@@ -87,7 +88,7 @@ from retreever import Batch, PerceiverIO, ReTreever, TransformerCA
 x = torch.randn(2, 19, 1)
 mask = torch.arange(19) < torch.tensor([[19], [7]])
 for kind in (ReTreever, TransformerCA, PerceiverIO):
-    for encoder in ("transformer", "identity", "linformer", "chordmixer"):
+    for encoder in ("transformer", "identity", "local", "linformer", "chordmixer"):
         model = kind(dim=16, layers=1, hidden=16, encoder=encoder, impl="reference", dropout=0.1)
         model.loss(Batch(x, x, x, x, mask)).total.backward()
         assert all(weight.grad is None or weight.grad.isfinite().all() for weight in model.parameters())
@@ -177,9 +178,9 @@ def test_the_public_names_are_pinned() -> None:
         "ANP", "BANP", "BNP", "BackendError", "Batch", "CANP", "CMANP", "CNP", "CheckpointError", "ConfigError",
         "CrossAttention", "DataError", "Fidelity", "GRUD", "IPNets", "InputError", "LBANP", "LatentODE", "LatentODERNN",
         "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
-        "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TNPD", "TransformerCA", "Tree", "TreeCrossAttention",
-        "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-        "load_pretrained", "merge_parts", "tree_attention",
+        "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "ShardedTree", "TNPD", "TransformerCA", "Tree",
+        "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain",
+        "full_attention", "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

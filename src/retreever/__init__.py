@@ -36,16 +36,17 @@ if TYPE_CHECKING:
     from retreever.ops.frontier.api import Part, merge_parts
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
-    from retreever.tree.build import Tree
+    from retreever.sharded.tree import ShardedTree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
+    from retreever.tree.value import Tree
     from retreever.tree_multihead import TreeMultihead
 
 __all__ = [
     "ANP", "BANP", "BNP", "CANP", "CMANP", "CNP", "GRUD", "LBANP", "NP", "ODERNN", "TNPD", "BackendError", "Batch",
     "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "IPNets", "InputError", "LatentODE",
     "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
-    "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TransformerCA", "Tree", "TreeCrossAttention",
+    "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "ShardedTree", "TransformerCA", "Tree", "TreeCrossAttention",
     "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
     "load_pretrained", "merge_parts", "tree_attention",
 ]  # fmt: skip
@@ -77,9 +78,10 @@ _HOME = {
     "ops.frontier.api": ("Part", "merge_parts"),
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
-    "tree.build": ("Tree",),
+    "sharded.tree": ("ShardedTree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),
+    "tree.value": ("Tree",),
     "tree_multihead": ("TreeMultihead",),
 }
 

@@ -12,34 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
-from retreever.attention_inputs import check_budget, check_context, check_search
+from retreever.attention_build import TOKEN_ORDERS, TokenOrder, build_tree, key_values, makers, stamped
+from retreever.attention_inputs import check_budget, check_context, check_search, shard_error
+from retreever.attention_search import Decisions, Found, read_tree, result_of, search_tree
 from retreever.batch import without_padding
 from retreever.cross_attention import Context, CrossAttention, Mask, Query, readout
 from retreever.fidelity import Fidelity, measure
+from retreever.growing import append_tokens, build_growing, change_tokens, fold_tree
 from retreever.nn.blocks import Residual
 from retreever.nn.multihead import block_arguments, copy_multihead, multihead_arguments
-from retreever.nn.plain import plain_projection
-from retreever.ops.aggregate.api import project, projects
-from retreever.ops.backend import Impl, choose
-from retreever.ops.search.api import TreeAttention, counted_keys, read_leaves, search
-from retreever.ops.search.inputs import SearchInputs
+from retreever.ops.backend import Impl
+from retreever.ops.search.api import TreeAttention
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
+from retreever.sharded.build import build_for
+from retreever.sharded.tree import ShardedTree
+from retreever.sharded.wire import Wire
 from retreever.tree.aggregate import Aggregator, make_aggregator
-from retreever.tree.build import Tree, build_nodes
-from retreever.tree.means import log_counts, mean_tree
-from retreever.tree.order import in_order, permutation_of
+from retreever.tree.stamp import Stamp
+from retreever.tree.value import Tree
 
-TokenOrder = Literal["given", "keys"]
-TOKEN_ORDERS: tuple[TokenOrder, ...] = ("given", "keys")
 Noise = Float[Tensor, "b m depth"] | None
 Choices = Int[Tensor, "b m depth"] | None
+Index = int | Int[Tensor, " m"] | Int[Tensor, "b m"]
 
 
 class TreeCrossAttention(nn.Module):
@@ -129,34 +132,78 @@ class TreeCrossAttention(nn.Module):
         module.to(attention.block.to_out.weight).block.load_state_dict(attention.block.state_dict())
         return module.train(attention.training)
 
-    def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> Tree:
+    def build(self, context: Context, mask: Mask = None, *, capacity: int | None = None, check: bool = True) -> Tree:
         """Build the tree over `context`, with keys and values of all nodes.
 
-        `mask` is True where a token is real: the tree is that of the real tokens alone, in their order.
+        Args:
+            context: the tokens.
+            mask: True where a token is real: the tree is that of the real tokens alone, in their order.
+            capacity: make a tree that grows, with room for at least so many tokens. They are packed from the left in
+                the order given: token i lies on leaf slot i, and a masked one leaves its slot empty. None spreads
+                tokens evenly over the leaf blocks.
+            check: False skips the checks of all arguments.
         """
         if check:
             check_context(self, self.block, context, mask)
-        if self.aggregator is None:
-            pair = self._key_values(without_padding(context, mask))
-            (keys, values), mask, order = self._in_leaf_order(pair, pair[0], mask)
-            plan, keys, values, node_mask = mean_tree(keys, values, self.branch, mask)
-            nodes = None
-        else:
-            sorts = self.order == "keys"
-            keys = self._key_values(without_padding(context, mask))[0] if sorts else context
-            (context,), mask, order = self._in_leaf_order((context,), keys, mask)
-            plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
-            keys, values = self._key_values(nodes)
-        tree = Tree(plan, nodes, node_mask, keys, values, order=order)
-        if not self.log_count:
-            return tree
-        counts = log_counts(plan, node_mask, keys)
-        return replace(tree, log_count=counts, counted=counted_keys(keys, counts))
+            if capacity is not None:
+                check_int("capacity", capacity, 1)
+                if self.order == "keys":
+                    reject("capacity", "None where tokens are sorted by keys: append puts new ones beside", capacity)
+        if capacity is None:
+            return build_tree(self, context, mask, None)
+        return build_growing(self, context, mask, capacity)
+
+    def append(
+        self, tree: Tree, tokens: Context, mask: Mask = None, *, window: int | None = None, in_place: bool = False
+    ) -> Tree:
+        """The tree with `tokens` appended to every row, in O(log n) aggregations per token.
+
+        A tree that grows (see `capacity` of `build`) takes them in its next slots, and gets room for `branch` times as
+        many when it is full. Any other tree keeps new tokens in a growing tree beside it, which searches read too: see
+        `fold`. Gradients reach the tokens.
+
+        Args:
+            tree: it stays as it is, unless `in_place`.
+            tokens: the same number for every row.
+            mask: True where a token is real; the others are left out.
+            window: a sliding window: token number t of a row takes slot t % window, and replaces what was there.
+            in_place: write into the memory of `tree`, which must not be used afterwards. Without it all of the tree is
+                copied first. Not for trees with gradients.
+        """
+        return append_tokens(self, tree, tokens, mask, window, in_place)
+
+    def replace(self, tree: Tree, index: Index, tokens: Context, *, in_place: bool = False) -> Tree:
+        """The tree with other tokens on the slots `index` (one, or as many as tokens; for all rows, or (b, m))."""
+        return change_tokens(self, tree, index, tokens, in_place)
+
+    def evict(self, tree: Tree, index: Index, *, in_place: bool = False) -> Tree:
+        """The tree without the tokens on the slots `index`, which are left empty. Every row must keep a token."""
+        return change_tokens(self, tree, index, None, in_place)
+
+    def fold(self, tree: Tree, order: Int[Tensor, "b n"] | None = None) -> Tree:
+        """One tree over the tokens of `tree` and of the one beside it, built anew.
+
+        `order` is the leaf order of all tokens, numbered as they were given to `build` and then to `append`; see
+        `leaf_order`. None sorts them as the module does.
+        """
+        return fold_tree(self, tree, order)
+
+    def build_sharded(self, context: Context, mesh: DeviceMesh, mask: Mask = None) -> ShardedTree:
+        """Build one tree over the tokens of all processes of `mesh`; every process calls this with its own.
+
+        The tree is that of the first process's tokens, then the second's, and so on, in leaf order; a process may have
+        none. All processes call it together, each with queries of its own, and run `backward` together: paths, outputs
+        and gradients are those of one process. `mesh` has one dimension; all contexts have the same number of rows.
+        """
+        wire = Wire(mesh)
+        wire.agree(shard_error(self, self.block, context, mask))
+        tree = build_for(self, without_padding(context, mask), mask, wire, partial(key_values, self))
+        return replace(tree, stamp=Stamp.of(self, makers(self))) if stamped() else tree
 
     def forward(
         self,
         query: Query,
-        tree: Tree,
+        tree: Tree | ShardedTree,
         noise: Noise = None,
         choices: Choices = None,
         generator: torch.Generator | None = None,
@@ -169,7 +216,7 @@ class TreeCrossAttention(nn.Module):
 
         Args:
             query: the queries.
-            tree: made by `build`.
+            tree: made by `build` or `build_sharded`.
             noise: uniforms in [0, 1), one per decision, by which paths are sampled. Without it paths are sampled in
                 training and the most likely child is taken in evaluation.
             choices: the child to take at single decisions; -1 leaves them to the policy.
@@ -182,20 +229,23 @@ class TreeCrossAttention(nn.Module):
             check_choice("retrieval", self.retrieval, RETRIEVALS)
             check_search(self, self.block, query, tree, noise, choices)
             check_budget(budget)
+        if tree.stamp is not None and stamped():
+            tree.stamp.check(self, lambda: makers(self))
         block = self.block
         normed, q = block.start(query)
         q = q.to(tree.keys.dtype)  # under autocast the tree may have another dtype
         if self.retrieval == "full" and not leaves:
             nothing = q.new_zeros(q.shape[:2])
-            found = TreeAttention(self._read_leaves(q, tree), nothing.to(torch.int64), nothing, nothing)
-            return _result(block.finish(query, normed, found.output), found, tree, "full")
-        found = self._search(q, tree, noise, choices, generator, self.budget if budget is None else budget)
+            none = Found(TreeAttention(read_tree(self, q, tree), nothing.to(torch.int64), nothing, nothing))
+            return result_of(block.finish(query, normed, none.first.output), none, tree, "full")
+        decisions = Decisions(noise, choices, generator)
+        found = search_tree(self, q, tree, decisions, self.budget if budget is None else budget)
         if not leaves:
-            return _result(block.finish(query, normed, found.output), found, tree, "policy")
+            return result_of(block.finish(query, normed, found.first.output), found, tree, "policy")
         # One pass of the feed-forward for both outputs: they share all layers after the attention.
-        attended = torch.cat([found.output, self._read_leaves(q, tree)])
+        attended = torch.cat([found.first.output, read_tree(self, q, tree)])
         both = block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
-        return _result(both[: len(query)], found, tree, "policy", both[len(query) :])
+        return result_of(both[: len(query)], found, tree, "policy", both[len(query) :])
 
     def fidelity(
         self,
@@ -220,60 +270,7 @@ class TreeCrossAttention(nn.Module):
         """
         return measure(self, queries, context, mask, budgets, error)
 
-    def _in_leaf_order(
-        self, tokens: Sequence[Tensor], keys: Tensor, mask: Mask
-    ) -> tuple[Sequence[Tensor], Mask, Int[Tensor, "b n"] | None]:
-        """`tokens` (b, n, ...) and mask in leaf order, and that order; it is found from `keys` if the module sorts."""
-        if self.order == "keys":
-            order = permutation_of("principal", keys.detach().flatten(2), mask, self.branch, 0, 0)
-            return [in_order(part, order) for part in tokens], None if mask is None else in_order(mask, order), order
-        return tokens, mask, None if mask is None else permutation_of("given", keys, mask, self.branch, 0, 0)
-
-    def _key_values(self, tokens: Float[Tensor, "b t d"]) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens or nodes; by one kernel where the layers are plain."""
-        if choose("aggregate", self.impl, tokens) != "reference":
-            weights = plain_projection(self.block)
-            if weights is not None and projects(tokens, weights):
-                return self.block.split_heads(project(tokens, weights))
-        return self.block.key_values(tokens)
-
-    def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
-        return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
-
-    def _search(
-        self,
-        q: Float[Tensor, "b m h e"],
-        tree: Tree,
-        noise: Noise,
-        choices: Choices,
-        generator: torch.Generator | None,
-        budget: int | None,
-    ) -> TreeAttention:
-        if noise is None and self.training:
-            noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
-        inputs = SearchInputs(
-            q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices, tree.log_count, tree.counted
-        )
-        return search(inputs, self.impl, budget)
-
 
 def _means(branch: int, order: TokenOrder, budget: int | None) -> dict[str, Any]:
     """Settings of a tree of means."""
     return {"branch": branch, "order": order, "budget": budget, "aggregator": "mean", "log_count": True}
-
-
-def _result(
-    output: Query, found: TreeAttention, tree: Tree, retrieval: Retrieval, leaves: Query | None = None
-) -> TreeCrossAttentionResult:
-    return TreeCrossAttentionResult(
-        output,
-        found.path,
-        found.log_prob,
-        found.entropy,
-        tree.plan,
-        tree.mask,
-        retrieval,
-        leaves,
-        found.rows,
-        tree.order,
-    )

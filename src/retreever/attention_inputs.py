@@ -16,22 +16,39 @@ from retreever.checks import (
     check_tensor,
     values_readable,
 )
+from retreever.errors import InputError
 from retreever.nn.blocks import AttentionBlock
-from retreever.tree.build import Tree
+from retreever.sharded.tree import ShardedTree
+from retreever.tree.value import Tree
 
 
 def check_context(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> None:
     """Check the width, dtype, device and mask of `context`; real tokens must be finite, at least one per row."""
-    check_tensor("context", context, "b n c", c=block.kdim)
-    check_float("context", context)
-    check_like_weights("context", context, module)
+    _check_tokens(module, block, context, mask)
     if context.shape[1] == 0:
         reject("context", "at least one token", tuple(context.shape))
     if mask is not None:
-        check_mask("mask", mask, "b n", b=context.shape[0], n=context.shape[1])
-        check_same("mask", mask, "context", context, dtype=False)
         check_any_real("mask", mask)
     check_finite("context", context, mask)
+
+
+def shard_error(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> InputError | None:
+    """What is wrong with the tokens of one process of several, which may have none; None where nothing is."""
+    try:
+        _check_tokens(module, block, context, mask)
+        check_finite("context", context, mask)
+    except InputError as error:
+        return error
+    return None
+
+
+def _check_tokens(module: nn.Module, block: AttentionBlock, context: Tensor, mask: Tensor | None) -> None:
+    check_tensor("context", context, "b n c", c=block.kdim)
+    check_float("context", context)
+    check_like_weights("context", context, module)
+    if mask is not None:
+        check_mask("mask", mask, "b n", b=context.shape[0], n=context.shape[1])
+        check_same("mask", mask, "context", context, dtype=False)
 
 
 def check_query(module: nn.Module, block: AttentionBlock, query: Tensor, keys: Tensor) -> None:
@@ -77,10 +94,15 @@ def check_budget(budget: int | None) -> None:
 
 
 def check_search(
-    module: nn.Module, block: AttentionBlock, query: Tensor, tree: Tree, noise: Tensor | None, choices: Tensor | None
+    module: nn.Module,
+    block: AttentionBlock,
+    query: Tensor,
+    tree: Tree | ShardedTree,
+    noise: Tensor | None,
+    choices: Tensor | None,
 ) -> None:
     """Check that `query`, `noise` and `choices` fit the tree."""
-    if not isinstance(tree, Tree):
+    if not isinstance(tree, Tree | ShardedTree):
         reject("tree", "a Tree made by build()", type(tree).__name__)
     check_query(module, block, query, tree.keys)
     if noise is None and choices is None:

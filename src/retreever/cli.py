@@ -25,10 +25,14 @@ from retreever.lab.bench.options import (
     AttentionBench,
     BudgetsBench,
     BuildBench,
+    EncodeBench,
+    GrowBench,
     MemoryBench,
     ModelsBench,
     RivalsBench,
+    ScaleBench,
     SeriesBench,
+    ShardedBench,
     TrainBench,
 )
 from retreever.lab.data import Data
@@ -73,10 +77,14 @@ class Bench:
         Annotated[AttentionBench, named("attention", prefix_name=False)]
         | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
+        | Annotated[EncodeBench, named("encode", prefix_name=False)]
+        | Annotated[GrowBench, named("grow", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
+        | Annotated[ScaleBench, named("scale", prefix_name=False)]
         | Annotated[SeriesBench, named("series", prefix_name=False)]
+        | Annotated[ShardedBench, named("sharded", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]
     )
 

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from retreever.tree.build import Tree
 from retreever.tree.selected import path_nodes
+from retreever.tree.value import Tree
 
 PerQuery = Float[Tensor, "b m"]
 Choices = Int[Tensor, "b m depth"]

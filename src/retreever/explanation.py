@@ -170,6 +170,8 @@ def explain(result: TreeCrossAttentionResult, row: int = 0, query: int = 0) -> E
     plan = result.plan
     if result.retrieval != "policy":
         reject("result", 'one that searched (retrieval="policy")', "one that read all leaves")
+    if result.beside is not None:
+        reject("result", "the search of one tree (fold the tree beside it into it)", "that of two")
     mask = None if result.node_mask is None else result.node_mask[row : row + 1]
     real = (True, *([True] * plan.nodes if mask is None else mask[0].tolist()))
     path = result.path[row : row + 1, query : query + 1]

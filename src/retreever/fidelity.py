@@ -22,8 +22,8 @@ from retreever.arguments import check_int, check_number, reject
 from retreever.checks import check_tensor
 from retreever.nn.blocks import AttentionBlock
 from retreever.results import Retrieval, TreeCrossAttentionResult
-from retreever.tree.build import Tree
 from retreever.tree.plan import TreePlan
+from retreever.tree.value import Tree
 
 Call = Callable[[], Any]
 ROUNDS = 7  # timed calls of every budget

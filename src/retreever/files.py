@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -58,12 +58,17 @@ def regular_only(path: str, flags: int) -> int:
 
 def write_bytes(file: str | Path, data: bytes, error: type[RetreeverError] = RetreeverError) -> Path:
     """Write the file atomically, making missing folders; a failure raises `error` and leaves the file as it was."""
+    return write_chunks(file, (data,), error)
+
+
+def write_chunks(file: str | Path, chunks: Iterable[bytes], error: type[RetreeverError] = RetreeverError) -> Path:
+    """`write_bytes` for data that come a chunk at a time, and need not fit into memory."""
     target = Path(file)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with os_errors(target, "cannot be written", error):
         make_folder(target.parent)
         try:
-            write_synced(draft, data)
+            write_synced(draft, chunks)
             os.replace(draft, target)
         except BaseException:
             draft.unlink(missing_ok=True)
@@ -77,10 +82,10 @@ def write_text(file: str | Path, text: str, error: type[RetreeverError] = Retree
     return write_bytes(file, text.encode(errors="backslashreplace"), error)
 
 
-def write_synced(file: Path, data: bytes) -> None:
+def write_synced(file: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a new file and wait until the disk has it; an existing one is refused. Raises `OSError`."""
     with open(file, "xb") as stream:
-        stream.write(data)
+        stream.writelines((data,) if isinstance(data, bytes) else data)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -62,7 +62,8 @@ class TreeCrossAttentionResult:
 
     `leaves` is the output read over all leaves with the same weights, None unless requested. `rows` are the nodes read
     under a budget, None for one path. `order` has the caller's number of every token in leaf order, None if that is the
-    order given.
+    order given. `beside` is the search of the tree beside, None if there is none: output, log_prob,
+    entropy and all counts are of both; path, rows and selected nodes are of one tree each.
     """
 
     output: Float[Tensor, "b m d"]
@@ -75,13 +76,15 @@ class TreeCrossAttentionResult:
     leaves: Float[Tensor, "b m d"] | None = None
     rows: Int[Tensor, "b m s"] | None = None
     order: Int[Tensor, "b n"] | None = None
+    beside: TreeCrossAttentionResult | None = None
 
     @property
     def tokens(self) -> int:
         """Nodes attended to per query in a full tree."""
+        beside = 0 if self.beside is None else self.beside.tokens
         if self.retrieval == "full":
-            return self.plan.n
-        return self.plan.tokens if self.rows is None else min(self.rows.shape[2], self.plan.n)
+            return self.plan.n + beside
+        return beside + (self.plan.tokens if self.rows is None else min(self.rows.shape[2], self.plan.n))
 
     @property
     def selected(self) -> Int[Tensor, "b m s"]:
@@ -94,7 +97,8 @@ class TreeCrossAttentionResult:
     @property
     def tokens_read(self) -> Int[Tensor, "b m"]:
         """Real nodes attended to, per query: never counts padding."""
-        return (self.selected >= 0).sum(dim=-1)
+        read = (self.selected >= 0).sum(dim=-1)
+        return read if self.beside is None else read + self.beside.tokens_read
 
     @property
     def nodes_scored(self) -> Int[Tensor, "b m"]:
@@ -102,5 +106,7 @@ class TreeCrossAttentionResult:
         if self.retrieval == "full":
             return torch.zeros_like(self.path)
         if self.rows is not None:
-            return frontier_scored(self.plan, self.rows)
-        return nodes_scored(self.plan, self.path, self.node_mask)
+            scored = frontier_scored(self.plan, self.rows)
+        else:
+            scored = nodes_scored(self.plan, self.path, self.node_mask)
+        return scored if self.beside is None else scored + self.beside.nodes_scored

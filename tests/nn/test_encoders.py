@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from retreever import InputError
 from retreever.nn.encoders import ENCODERS, ChordMixerEncoder, LinformerEncoder, TransformerEncoder, make_encoder
+from retreever.nn.local import LocalEncoder
 
 DIM, LIMIT = 16, 20
 
@@ -49,7 +52,7 @@ def test_a_padded_row_is_encoded_as_alone(name: str) -> None:
         assert gap(together[row : row + 1, :length], module(tokens[row : row + 1, :length])) <= 1e-6
 
 
-@pytest.mark.parametrize("name", ["transformer", "linformer", "chordmixer"])
+@pytest.mark.parametrize("name", ["transformer", "local", "linformer", "chordmixer"])
 def test_every_weight_learns(name: str) -> None:
     module = encoder(name)
     module(rand(2, LIMIT, DIM)).square().sum().backward()
@@ -74,6 +77,61 @@ def test_a_transformer_of_no_layers_changes_nothing_and_layers_are_applied_in_or
 def test_a_transformer_does_not_know_the_order() -> None:
     module, tokens, order = encoder("transformer"), rand(2, 7, DIM), torch.tensor([3, 0, 6, 1, 5, 2, 4])
     assert gap(module(tokens)[:, order], module(tokens[:, order])) <= 1e-6
+
+
+def local(window: int, layers: int = 2) -> LocalEncoder:
+    torch.manual_seed(0)
+    module = make_encoder("local", DIM, 2, layers, 24, "pre", 0.0, LIMIT, window=window).double().eval()
+    assert isinstance(module, LocalEncoder)
+    return module
+
+
+@pytest.mark.parametrize("window", [1, 3, 64])
+@torch.no_grad()
+def test_local_attends_to_the_tokens_before_within_its_window(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the transformer would under a mask of the band, token by token; in pieces as at once."""
+    module, tokens = local(window), rand(2, 13, DIM).double()
+    wanted = tokens
+    for layer in module.layers:
+        steps = [wanted[:, max(0, i + 1 - window) : i + 1] for i in range(13)]
+        wanted = torch.cat([layer(step[:, -1:], step) for step in steps], dim=1)
+    assert gap(module(tokens), wanted) <= 1e-12
+    monkeypatch.setattr("retreever.nn.local.PIECE", 10)
+    assert gap(module(tokens), wanted) <= 1e-12
+
+
+@given(
+    window=st.integers(1, 6),
+    steps=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 3)), min_size=1, max_size=5),
+)
+@torch.no_grad()
+def test_a_growing_context_is_encoded_as_at_once(window: int, steps: list[tuple[int, int]]) -> None:
+    """Whatever arrives together, with rows of different lengths."""
+    module = local(window)
+    state = module.start(torch.zeros(2, 1, DIM, dtype=torch.float64))
+    rows: list[list[Tensor]] = [[], []]
+    found: list[list[Tensor]] = [[], []]
+    for seed, (n, missing) in enumerate(steps):
+        lengths = torch.tensor([n, max(0, n - missing)])
+        tokens = rand(2, n, DIM, seed=seed).double()
+        encoded, state = module.extend(tokens, state, lengths)
+        for row in range(2):
+            rows[row].append(tokens[row, : lengths[row]])
+            found[row].append(encoded[row, : lengths[row]])
+    for row in range(2):
+        together = torch.cat(rows[row])
+        if len(together):
+            assert gap(torch.cat(found[row]), module(together[None])[0]) <= 1e-12
+
+
+def test_a_transformer_warns_before_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its estimate, before anything is computed; short contexts get no warning."""
+    module = encoder("transformer", dim=64)
+    tokens = torch.zeros(1, 1, 64).expand(1, 1_000_000, 64)
+    with pytest.raises(UserWarning, match=r"O\(n\^2\) time: about [\d,]+ (s|min|hours|days) for 1,000,000 tokens here"):
+        module(tokens)  # warnings are errors in tests
+    monkeypatch.setattr("retreever.nn.encoders.LONG", 16)
+    module(tokens[:, :64])
 
 
 @torch.no_grad()

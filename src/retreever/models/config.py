@@ -66,12 +66,13 @@ class ModelConfig(AnyConfig):
     """Settings of the models of the paper; the defaults are its sizes.
 
     Attributes:
-        encoder: "transformer", "identity", "linformer" or "chordmixer".
+        encoder: "transformer", "identity", "local", "linformer" or "chordmixer".
         layers: encoder layers.
         hidden: width of feed-forward layers and of the head.
         dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
         residual: form of the residual connections.
-        max_tokens: longest context of encoders that depend on positions.
+        max_tokens: longest context of the encoders linformer and chordmixer.
+        window: tokens that each sees in the encoder local: itself and those before it in leaf order.
     """
 
     encoder: Encoder = "transformer"
@@ -80,11 +81,12 @@ class ModelConfig(AnyConfig):
     dropout: float = 0.0
     residual: Residual = "pre"
     max_tokens: int = 512
+    window: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("layers", self.layers, 0)
-        for name in ("hidden", "max_tokens"):
+        for name in ("hidden", "max_tokens", "window"):
             check_int(name, getattr(self, name), 1)
         check_number("dropout", self.dropout, below=1.0)
         check_choice("residual", self.residual, RESIDUALS)
@@ -126,6 +128,7 @@ def encoder(config: ModelConfig) -> nn.Module:
         config.dropout,
         config.max_tokens,
         config.impl,
+        config.window,
     )
 
 

@@ -19,6 +19,7 @@ from retreever.batch import Batch
 from retreever.detours import Detours, PerQuery, draw_detours, find_detours
 from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
+from retreever.models.stream import encode_points, update_memory
 from retreever.objective import (
     REWARDS,
     Baseline,
@@ -152,6 +153,31 @@ class ReTreever(Model):
         """Index of the context point of every token in leaf order, for each row; real points first."""
         c = self.config
         return leaf_order(c.order, xc, mask, branch=c.branch, axis=c.axis, seed=c.order_seed)
+
+    def encode(self, xc: Contexts, yc: Values, mask: Mask = None, capacity: int | None = None) -> Tree:
+        """Prepare context points (xc, yc) for any number of calls of `answer`. `mask` is True at real points.
+
+        `capacity` makes room for as many points, if they are kept in the order given: `update` then appends to the tree
+        itself.
+        """
+        return encode_points(self, xc, yc, mask, capacity)
+
+    def update(
+        self,
+        memory: Tree,
+        xc: Contexts,
+        yc: Values,
+        mask: Mask = None,
+        *,
+        window: int | None = None,
+        in_place: bool = False,
+    ) -> Tree:
+        """The memory with further context points, in O(log n) per point; for the encoders "identity" and "local".
+
+        With `capacity` and order="given" it equals encoding all points at once; otherwise new points form a tree beside
+        (see `TreeCrossAttention.append`, also for `window` and `in_place`).
+        """
+        return update_memory(self, memory, xc, yc, mask, window, in_place)
 
     def answer(self, memory: Tree, xt: Targets, budget: int | None = None) -> Distribution:
         """Predictions at `xt` from a prepared context; `budget` tokens per query, None takes that of the settings."""

@@ -1,13 +1,15 @@
 """Encoders (b, n, d) -> (b, n, d) of the context; ReTreever takes any of them (paper, section 3.4).
 
 All take a mask and give the same result for a context alone and for the same context padded inside a batch, provided
-real tokens come first, as the models order them. Linformer and ChordMixer depend on positions: pass leaf order.
+real tokens come first, as the models order them. All but the transformer depend on positions: pass leaf order.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -15,13 +17,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_choice, check_int, reject
+from retreever.checks import values_readable
 from retreever.nn.blocks import MLP, AttentionBlock, Residual, self_attention_block
+from retreever.nn.local import LocalEncoder
 from retreever.ops.backend import Impl
 
-Encoder = Literal["identity", "transformer", "linformer", "chordmixer"]
-ENCODERS: tuple[Encoder, ...] = ("identity", "transformer", "linformer", "chordmixer")
+Encoder = Literal["identity", "transformer", "local", "linformer", "chordmixer"]
+ENCODERS: tuple[Encoder, ...] = ("identity", "transformer", "local", "linformer", "chordmixer")
 Tokens = Float[Tensor, "b n d"]
 Mask = Bool[Tensor, "b n"] | None
+LONG, SAMPLE = 16_384, 2_048  # tokens from which a transformer is timed first, on a sample
+SLOW = 10.0  # seconds that deserve a warning
 
 
 class IdentityEncoder(nn.Module):
@@ -32,16 +38,44 @@ class IdentityEncoder(nn.Module):
 
 
 class TransformerEncoder(nn.Module):
-    """Self-attention layers."""
+    """Self-attention layers: O(n^2) time, so that long contexts get a warning with an estimate first."""
 
     def __init__(self, layers: Iterable[AttentionBlock]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
     def forward(self, tokens: Tokens, mask: Mask = None) -> Tokens:
+        if tokens.shape[1] >= LONG and self.layers and values_readable(tokens):
+            _warn_if_slow(self.layers[0], len(self.layers), tokens)
         for layer in self.layers:
             tokens = layer(tokens, tokens, mask)
         return tokens
+
+
+@torch.no_grad()
+def _warn_if_slow(layer: nn.Module, layers: int, tokens: Tokens) -> None:
+    """Time one layer on the first tokens, and warn if all layers on all tokens will take long."""
+    n, sample = tokens.shape[1], tokens[:1, :SAMPLE]
+    layer(sample, sample)  # the first call allocates and compiles
+    seconds = []
+    for size in (SAMPLE // 2, SAMPLE):
+        started = perf_counter()
+        float(layer(sample[:, :size], sample[:, :size])[0, 0, 0])  # waits for an accelerator
+        seconds.append(perf_counter() - started)
+    square = max(seconds[1] - 2 * seconds[0], seconds[1] / 4) / (SAMPLE**2 / 2)  # the rest grows like n
+    estimate = layers * tokens.shape[0] * square * n**2
+    if estimate > SLOW:
+        warnings.warn(
+            f"encoder='transformer' takes O(n^2) time: about {_readable(estimate)} for {n:,} tokens here; "
+            f"encoder='local' (windows of neighbours) and 'identity' take O(n)",
+            stacklevel=2,
+        )
+
+
+def _readable(seconds: float) -> str:
+    units = (("s", 1), ("min", 60), ("hours", 3600), ("days", 86400))
+    name, size = next((unit for unit in reversed(units) if seconds >= 2 * unit[1]), units[0])
+    return f"{seconds / size:,.0f} {name}"
 
 
 class LinformerEncoder(nn.Module):
@@ -116,6 +150,7 @@ def make_encoder(
     dropout: float,
     max_tokens: int,
     impl: Impl = "auto",
+    window: int = 64,
 ) -> nn.Module:
     """The encoder of that name."""
     check_choice("encoder", encoder, ENCODERS)
@@ -123,6 +158,8 @@ def make_encoder(
     blocks = (self_attention_block(dim, heads, hidden, residual, dropout, impl) for _ in range(layers))
     if encoder == "transformer":
         return TransformerEncoder(blocks)
+    if encoder == "local":
+        return LocalEncoder(blocks, window)
     if encoder == "linformer":
         return LinformerEncoder(blocks, max_tokens)
     if encoder == "chordmixer":

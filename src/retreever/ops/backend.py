@@ -21,12 +21,13 @@ from retreever.errors import BackendError
 
 Impl = Literal["auto", "reference", "triton", "numba"]
 IMPLS: tuple[Impl, ...] = ("auto", "reference", "triton", "numba")
-Operator = Literal["search", "frontier", "attention", "aggregate"]
+Operator = Literal["search", "frontier", "attention", "aggregate", "climb"]
 KERNELS: dict[Operator, tuple[Impl, ...]] = {
     "search": ("triton", "numba"),
     "frontier": ("triton", "numba"),
     "attention": ("triton",),
     "aggregate": ("triton",),
+    "climb": ("triton", "numba"),
 }
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NUMBA_DTYPES = (torch.float32, torch.float64)

@@ -40,7 +40,7 @@ class Spread(NamedTuple):
 def spread(plan: TreePlan, budget: int, node_mask: Bool[Tensor, "b t"] | None) -> Spread:
     """The nodes to open under `budget`, which is less than the tokens of the longest context."""
     table = _table(plan.branch, plan.depth, plan.block, budget)
-    if node_mask is None:
+    if node_mask is None or budget == 1:  # one path: a node on every level, however deep a context is
         return Spread(table, None)
     real = node_mask[:, plan.leaf_offset :]
     ends = torch.arange(1, plan.leaves + 1, device=real.device)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Bool, Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import reject
@@ -13,44 +12,17 @@ from retreever.ops.aggregate.api import aggregate, aggregates
 from retreever.ops.backend import Impl, choose
 from retreever.tree.aggregate import plain_weights
 from retreever.tree.order import in_order, leaf_layout
-from retreever.tree.plan import TreePlan
+from retreever.tree.plan import TreePlan, packed_plan
+from retreever.tree.value import Tree as Tree
 
 CACHED_ROWS, MOST_PLANS = 2048, 1024
 _PLANS: dict[tuple[int, int, bool], TreePlan] = {}
 
 
-@dataclass(frozen=True)
-class Tree:
-    """The nodes of all levels in one flat tensor, and their keys and values.
-
-    Attributes:
-        plan: the shape.
-        nodes: embeddings, level after level, the leaves last; None in a tree of means, which has keys and values alone.
-        mask: True where a node covers at least one real token; None when every node does.
-        keys: projected keys of all nodes.
-        values: projected values of all nodes.
-        log_count: logarithm of the number of tokens below every node, if it is added to the scores.
-        counted: the keys with their log counts, for the search of a path.
-        order: the caller's number of every token in leaf order, real ones first; None if they are in the order given.
-    """
-
-    plan: TreePlan
-    nodes: Float[Tensor, "b t d"] | None
-    mask: Bool[Tensor, "b t"] | None
-    keys: Float[Tensor, "b t h e"]
-    values: Float[Tensor, "b t h e"]
-    log_count: Float[Tensor, "b t"] | None = None
-    counted: Float[Tensor, "b t h e1"] | None = None
-    order: Int[Tensor, "b n"] | None = None
-
-    @property
-    def rows(self) -> int:
-        """Number of contexts."""
-        return self.keys.shape[0]
-
-
-def plan_for(n: int, branch: int, ragged: bool) -> TreePlan:
+def plan_for(n: int, branch: int, ragged: bool, capacity: int | None = None) -> TreePlan:
     """The plan `build_nodes` uses. In a ragged batch leaf blocks have `branch` slots, so that shorter contexts fit."""
+    if capacity is not None:
+        return packed_plan(max(n, capacity), branch)
     if torch.compiler.is_compiling():
         return TreePlan(n, branch, block=min(n, branch) if ragged else 0)
     found = _PLANS.get((n, branch, ragged))
@@ -68,6 +40,7 @@ def build_nodes(
     mask: Bool[Tensor, "b n"] | None = None,
     detach: bool = False,
     impl: Impl = "auto",
+    capacity: int | None = None,
 ) -> tuple[TreePlan, Float[Tensor, "b t d"], Bool[Tensor, "b t"] | None]:
     """Embeddings of all nodes over `context`, whose tokens are already in leaf order and checked.
 
@@ -78,27 +51,48 @@ def build_nodes(
         mask: True where a token is real. The tree is that of the real tokens alone; the others are never read.
         detach: cut the gradient between levels, as the paper's code does.
         impl: backend of the transformer aggregator, where a kernel can replace it.
+        capacity: pack the tokens from the left, with room for so many: token i lies on leaf slot i. None spreads them
+            evenly.
 
     Returns:
         The plan, the nodes and the node mask (None when all nodes are real).
     """
-    plan = plan_for(context.shape[1], branch, mask is not None)
-    leaves, real = leaves_of(context, plan, mask)
+    plan = plan_for(context.shape[1], branch, mask is not None, capacity)
+    leaves, real = leaves_of(context, plan, mask, capacity is not None)
+    return plan, *nodes_over(leaves, real, plan, aggregator, detach, impl)
+
+
+def nodes_over(
+    leaves: Float[Tensor, "b leaves d"],
+    real: Bool[Tensor, "b leaves"] | None,
+    plan: TreePlan,
+    aggregator: nn.Module,
+    detach: bool = False,
+    impl: Impl = "auto",
+) -> tuple[Float[Tensor, "b t d"], Bool[Tensor, "b t"] | None]:
+    """Nodes and node mask above tokens that lie on their leaf slots; `real` is None where every slot has one."""
     masks = None if real is None else level_masks(plan, real)
     node_mask = None if masks is None else torch.cat(masks[::-1], dim=1)
     if choose("aggregate", impl, leaves) != "reference":
         weights = plain_weights(aggregator)
         if weights is not None and aggregates(plan, weights, leaves):
-            return plan, aggregate(leaves, node_mask, plan, weights), node_mask
+            return aggregate(leaves, node_mask, plan, weights), node_mask
     levels = [leaves]
     for height in range(plan.depth):
         level_mask = None if masks is None else masks[height]
-        levels.append(_summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), aggregator, detach))
-    return plan, torch.cat(levels[::-1], dim=1), node_mask
+        levels.append(summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), aggregator, detach))
+    return torch.cat(levels[::-1], dim=1), node_mask
 
 
-def leaves_of(context: Tensor, plan: TreePlan, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Tokens on their leaf slots (b, leaves, d), and which slots are real."""
+def leaves_of(
+    context: Tensor, plan: TreePlan, mask: Tensor | None, packed: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens on their leaf slots (b, leaves, d), and which slots are real; `packed` keeps them in their places."""
+    if packed:
+        room = plan.leaves - context.shape[1]
+        real = context.new_ones(context.shape[:2], dtype=torch.bool) if mask is None else mask
+        tokens = context if mask is None else context.masked_fill(~mask[..., None], 0)
+        return F.pad(tokens, (0, 0, 0, room)), F.pad(real, (0, room))
     if mask is None and plan.full:
         return context, None
     if mask is None:
@@ -119,7 +113,7 @@ def level_masks(plan: TreePlan, real: Bool[Tensor, "b leaves"]) -> list[Bool[Ten
     return levels
 
 
-def _summarise(
+def summarise(
     level: Float[Tensor, "b children d"],
     real: Bool[Tensor, "b children"] | None,
     parents: int,

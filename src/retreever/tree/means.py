@@ -7,7 +7,7 @@ was trained without a tree.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from retreever.ops.gradients import needs_gradient
@@ -18,14 +18,22 @@ Heads = Float[Tensor, "b _ h e"]
 
 
 def mean_tree(
-    keys: Float[Tensor, "b n h e"], values: Float[Tensor, "b n h e"], branch: int, mask: Bool[Tensor, "b n"] | None
+    keys: Float[Tensor, "b n h e"],
+    values: Float[Tensor, "b n h e"],
+    branch: int,
+    mask: Bool[Tensor, "b n"] | None,
+    capacity: int | None = None,
 ) -> tuple[TreePlan, Heads, Heads, Bool[Tensor, "b t"] | None]:
-    """Plan, keys and values of all nodes over tokens in leaf order, and node mask. Padding holds finite numbers."""
+    """Plan, keys and values of all nodes over tokens in leaf order, and node mask. Padding holds finite numbers.
+
+    `capacity` is that of `build_nodes`.
+    """
     b, n, h, e = keys.shape
-    plan = plan_for(n, branch, mask is not None)
-    if mask is None and plan.full and not (needs_gradient(keys, values) or torch.compiler.is_compiling()):
+    plan = plan_for(n, branch, mask is not None, capacity)
+    plain = not (needs_gradient(keys, values) or torch.compiler.is_compiling())
+    if plain and mask is None and plan.full and capacity is None:
         return plan, *_filled(plan, keys, values), None
-    leaves, real = leaves_of(torch.stack([keys, values], dim=2).flatten(2), plan, mask)
+    leaves, real = leaves_of(torch.stack([keys, values], dim=2).flatten(2), plan, mask, capacity is not None)
     levels, node_mask = [leaves], None
     if real is None:  # all blocks are full, so that means of means are means
         for level in range(plan.depth, 0, -1):
@@ -72,14 +80,20 @@ def log_counts(plan: TreePlan, node_mask: Bool[Tensor, "b t"] | None, like: Tens
     return counts.clamp_min(1).log().expand(like.shape[0], -1)
 
 
-def _counts(plan: TreePlan, real: Bool[Tensor, "b leaves"], dtype: torch.dtype) -> list[Float[Tensor, "b _"]]:
+def node_counts(plan: TreePlan, node_mask: Bool[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """Number of real tokens below every node."""
+    counts = _counts(plan, node_mask[:, plan.leaf_offset :], torch.int32)
+    return torch.cat(counts[::-1], dim=1)
+
+
+def _counts(plan: TreePlan, real: Bool[Tensor, "b leaves"], dtype: torch.dtype) -> list[Shaped[Tensor, "b _"]]:
     """Real tokens below the nodes of every level, from the leaves up."""
     counts = [real.to(dtype)]
     for level in range(plan.depth, 0, -1):
-        counts.append(_grouped(counts[-1], plan.branch**level).sum(dim=2))
+        counts.append(_grouped(counts[-1], plan.branch**level).sum(dim=2, dtype=dtype))
     return counts
 
 
-def _grouped(level: Float[Tensor, "b nodes *c"], parents: int) -> Float[Tensor, "b parents k *c"]:
+def _grouped(level: Shaped[Tensor, "b nodes *c"], parents: int) -> Shaped[Tensor, "b parents k *c"]:
     """The nodes of a level by their parents."""
     return level.reshape(level.shape[0], parents, level.shape[1] // parents, *level.shape[2:])

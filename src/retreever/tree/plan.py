@@ -23,6 +23,14 @@ def tree_depth(n: int, branch: int) -> int:
     return depth
 
 
+def packed_plan(n: int, branch: int) -> TreePlan:
+    """The plan of a tree that grows: room for the smallest power of `branch` that holds `n` tokens."""
+    capacity = branch
+    while capacity < n:
+        capacity *= branch
+    return TreePlan(capacity, branch)
+
+
 @dataclass(frozen=True)
 class TreePlan:
     """Shape of a balanced tree over `n` tokens.

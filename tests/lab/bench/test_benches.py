@@ -25,7 +25,15 @@ from retreever.lab.bench.attention import (
 from retreever.lab.bench.build import build_rows, matrix_products
 from retreever.lab.bench.figures import BUDGET, BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
 from retreever.lab.bench.memory import growth, peak_bytes
-from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, MemoryBench, ModelsBench, TrainBench
+from retreever.lab.bench.options import (
+    AttentionBench,
+    BenchOptions,
+    BuildBench,
+    GrowBench,
+    MemoryBench,
+    ModelsBench,
+    TrainBench,
+)
 from retreever.lab.bench.paper import PUBLISHED
 from retreever.lab.bench.report import Run
 from retreever.lab.bench.timing import Timing
@@ -37,6 +45,7 @@ TINY: dict[str, Any] = {"device": "cpu", "samples": 3, "seconds": 0.01}
 BENCHES: dict[str, Callable[[Path], BenchOptions]] = {
     "attention": lambda out: AttentionBench(out=out, n=(8, 32), m=(1, 3), quick=True, **TINY),
     "build": lambda out: BuildBench(out=out, n=(9, 32), dim=8, heads=2, **TINY),
+    "grow": lambda out: GrowBench(out=out, n=(9, 32), stream=70, dim=8, heads=2, **TINY),
     "memory": lambda out: MemoryBench(out=out, n=(8, 32), m=(2,), dim=8, heads=2, **TINY),
     "models": lambda out: ModelsBench(out=out, tasks=("gp",), contexts=2, targets=3, quick=True, **TINY),
     "train": lambda out: TrainBench(out=out, tasks=("copy", "emnist"), n=8, batch=2, data=out / "none", **TINY),
@@ -70,6 +79,7 @@ def test_every_benchmark_covers_its_methods(result: dict[str, Any]) -> None:
     expected = {
         "attention": {TREE, BUDGET, FULL, PERCEIVER, REFERENCE, "TCA, branch 2", "Perceiver IO read-out"},
         "build": {BUILD, PRODUCTS, "layout", "aggregation"},
+        "grow": {"append", "append, means", "rebuild", "rebuild, means", "fold", "fold, means", "encode again"},
         "memory": {TREE, "all tokens, cached", "all tokens, raw"},
         "models": {"predict", "answer", "predict, plain torch"},
         "train": {CROSS, PLAIN, SEARCH},

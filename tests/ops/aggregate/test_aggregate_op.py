@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from retreever import TreeCrossAttention
 from retreever.nn.plain import plain_projection
 from retreever.ops.aggregate.api import aggregates
+from retreever.ops.backend import interpreting
 from retreever.tree.aggregate import TransformerAggregator, plain_weights
 from retreever.tree.build import build_nodes
 from retreever.tree.plan import TreePlan
@@ -121,3 +125,21 @@ def test_what_the_kernel_cannot_do_is_left_to_plain_torch() -> None:
         assert not taken(64, 8)  # heads too narrow
         assert not taken(64, 4, branch=32)  # too many siblings
     assert not taken(64, 4)  # gradients are wanted
+
+
+@pytest.mark.skipif(not interpreting(), reason="kernels are compiled anyway")
+def test_the_kernel_of_one_way_up_compiles_without_a_gpu() -> None:
+    command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "for_hopper"]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(interpreting(), reason="the interpreter does not compile")
+def test_the_kernel_of_one_way_up_compiles_for_hopper(ahead_of_time: Any) -> None:
+    path_triton = pytest.importorskip("retreever.ops.aggregate.path_triton")
+    ahead_of_time.record(path_triton._climb, "kernel")
+    weights, plan = plain_weights(an_aggregator(64, 4, "pre")), TreePlan(16)
+    nodes, mask = torch.zeros(1, plan.nodes, 64), torch.ones(1, plan.nodes, dtype=torch.bool)
+    path_triton.climb_triton(nodes, mask, torch.zeros(1, 1, dtype=torch.int64), plan, weights)
+    (launch,) = ahead_of_time.launches
+    assert ahead_of_time.compile(launch) > 0

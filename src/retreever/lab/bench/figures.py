@@ -21,6 +21,15 @@ TREE, FULL, PERCEIVER, REFERENCE = "tree", "all tokens", "perceiver", "plain tor
 BUDGET = "tree, 4x tokens"
 CACHED, RAW = "all tokens, cached", "all tokens, raw"
 BUILD, PRODUCTS, BUILD_GRAPH, PRODUCTS_GRAPH = "build", "products", "build, graph", "products, graph"
+APPENDS = {
+    ("transformer", "eager"): "append",
+    ("transformer", "graph"): "append, graph",
+    ("mean", "eager"): "append, means",
+    ("mean", "graph"): "append, means, graph",
+}
+REBUILDS = {"transformer": "rebuild", "mean": "rebuild, means"}
+FOLDS = {"transformer": "fold", "mean": "fold, means"}
+ENCODE = "encode again"
 _BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _GREY = PALETTE
 
 
@@ -46,6 +55,15 @@ _LOOKS = {
     PRODUCTS: _Look("its bare matrix products, eager", _GREY, "--", "s", 1.6),
     BUILD_GRAPH: _Look("tree built, CUDA graph", _SKY, "-", "o", 2.4),
     PRODUCTS_GRAPH: _Look("its bare matrix products, CUDA graph", _PINK, "--", "s", 1.6),
+}
+_LOOKS |= {
+    APPENDS["transformer", "eager"]: _Look("one token appended", _BLUE, "-", "o", 2.4),
+    APPENDS["transformer", "graph"]: _Look("one token appended, CUDA graph", _SKY, "-", "o", 2.0),
+    APPENDS["mean", "eager"]: _Look("one token appended, means", _GREEN, "-", "D", 2.0),
+    APPENDS["mean", "graph"]: _Look("one token appended, means, CUDA graph", _GREEN, ":", "D", 1.6),
+    REBUILDS["transformer"]: _Look("tree built anew", _RED, "-", "s", 2.0),
+    REBUILDS["mean"]: _Look("tree of means built anew", _ORANGE, "-", "^", 2.0),
+    ENCODE: _Look("one layer of self-attention over all tokens", _GREY, "--", "v", 1.6),
 }
 _UNITS: dict[Unit, tuple[tuple[float, str], ...]] = {
     "seconds": ((1e-6, "µs"), (1e-3, "ms"), (1.0, "s")),

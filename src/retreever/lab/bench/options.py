@@ -80,6 +80,24 @@ class BuildBench(BenchOptions):
 
 
 @dataclass(frozen=True)
+class GrowBench(BenchOptions):
+    """Time to append one token to a tree, against building it anew; a stream appended token by token."""
+
+    n: tuple[int, ...] = ()
+    """Tokens of the tree; by default 4,096, 65,536 and 1,048,576."""
+    stream: int = 1_000_000
+    """Length of the stream."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads, also of the aggregator."""
+    branch: int = 2
+    """Children per node."""
+
+    name: ClassVar[str] = "grow"
+
+
+@dataclass(frozen=True)
 class MemoryBench(BenchOptions):
     """Peak memory of one inference call beyond its inputs."""
 
@@ -183,6 +201,64 @@ class BudgetsBench(BenchOptions):
     """Keep the rows of other weights in the files of an earlier run."""
 
     name: ClassVar[str] = "budgets"
+
+
+@dataclass(frozen=True)
+class EncodeBench(BenchOptions):
+    """Time and memory of encoding long contexts, by encoder."""
+
+    n: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    """Context points."""
+    encoders: tuple[Literal["identity", "local", "transformer"], ...] = ("identity", "local", "transformer")
+    """Encoders."""
+    layers: int = 6
+    """Layers of the encoders."""
+    slowest: float = 60.0
+    """A transformer is not run where it would take longer than this many seconds."""
+
+    name: ClassVar[str] = "encode"
+
+
+@dataclass(frozen=True)
+class ShardedBench(BenchOptions):
+    """A tree over several processes (torchrun): equal to one process, time of a call, bytes and messages."""
+
+    n: tuple[int, ...] = (4096, 65536, 1048576)
+    """Context tokens, on all processes together."""
+    m: tuple[int, ...] = (1, 256)
+    """Queries per call and process."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads."""
+    budget: int = 40
+    """Tokens to read per query, beside one path."""
+    check: int = 65536
+    """Contexts of at most this many tokens are compared with one process."""
+
+    name: ClassVar[str] = "sharded"
+
+
+@dataclass(frozen=True)
+class ScaleBench(BenchOptions):
+    """A cost model fitted to `bench sharded` and `bench attention`, and a simulation of routing."""
+
+    results: Path = Path("benchmarks/results")
+    """Folder with sharded-1-cpu.json, sharded-2-cpu.json, sharded-4-cpu.json and attention-cuda.json."""
+    processes: int = 1024
+    """Processes of the simulation."""
+    queries: int = 256
+    """Queries of every process."""
+    skews: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
+    """The i-th hottest subtree is asked for i^-skew times as often; 0 is uniform."""
+    dim: int = 64
+    """Width of the tokens."""
+    heads: int = 4
+    """Attention heads."""
+    seed: int = 0
+    """Seed of the simulation."""
+
+    name: ClassVar[str] = "scale"
 
 
 @dataclass(frozen=True)

@@ -77,16 +77,19 @@ class Run:
         return torch.randn(*shape, device=self.device, dtype=dtype or self.dtype)
 
     def publish(
-        self, rows: Rows, tables: Sequence[Table], draw: Callable[[Path], object], summary: Mapping[str, Any]
+        self, rows: Rows, tables: Sequence[Table], draw: Callable[[Path], object] | None, summary: Mapping[str, Any]
     ) -> None:
-        """Print the tables and write all files, each atomically."""
+        """Print the tables and write all files, each atomically; without `draw` there is no figure."""
         console = Console(width=None if sys.stdout.isatty() else 180)
         for table in tables:
             console.print(table.to_rich())
         write_text(self.file("json"), json.dumps(self._to_json(rows, summary), indent=1) + "\n")
         picture, written = f"![{self.name}]({self.file('png').name})\n", list(_ENDINGS)
         try:
-            draw(self.file("png"))
+            if draw is None:
+                picture, written = "", written[:-1]
+            else:
+                draw(self.file("png"))
         except BackendError as error:  # no matplotlib: write the numbers without a figure
             print(f"no figure: {error}", file=sys.stderr)
             picture, written = "", written[:-1]

@@ -48,7 +48,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def bench_blocks(folder: Path, link: str) -> dict[str, str]:
-    """Blocks on speed, budgets and conversion from the files of benchmarks in `folder`, which a page links as `link`.
+    """Blocks on speed, budgets, conversion and growing trees from the files in `folder`, which a page links as `link`.
 
     Those on budgets and conversion are of a GPU where there is such a file, and have its figure.
     """
@@ -59,6 +59,9 @@ def bench_blocks(folder: Path, link: str) -> dict[str, str]:
     for name, stem, make in (("budgets", "budgets", dial_table), ("conversion", "rivals", conversion_table)):
         for file in _files(folder, stem)[:1]:
             blocks[name] = f"{make(read_json(file)).to_markdown()}\n![{name}]({link}/{file.stem}.png)\n"
+    grown = [file.with_suffix(".md").read_text(encoding="utf-8") for file in _files(folder, "grow")]
+    if grown:
+        blocks["growing"] = "\n".join(grown).replace("](grow-", f"]({link}/grow-")
     return blocks
 
 

@@ -1,13 +1,13 @@
-"""`aggregate`: computes the inner nodes of a tree with a fused kernel; `tree.build` has the plain version."""
+"""Inner nodes of a tree by fused kernels, all of them or those on one way up; `tree` has the plain versions."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.ops.aggregate.weights import LayerWeights, ProjectionWeights
-from retreever.ops.backend import transformed
+from retreever.ops.backend import Impl, transformed
 from retreever.tree.plan import TreePlan
 
 WIDEST, MOST_CHILDREN, NARROWEST_HEAD = 128, 16, 16
@@ -17,10 +17,14 @@ def aggregates(plan: TreePlan, weights: LayerWeights, leaves: Float[Tensor, "b l
     """Whether the kernel can run on these leaves: no gradients, and sizes that fill tensor-core tiles."""
     if not _infers():
         return False
-    dim = leaves.shape[2]
-    fills = _is_power(dim) and dim // weights.heads >= NARROWEST_HEAD and dim <= WIDEST and weights.hidden % dim == 0
     alike = all(_alike(tensor, leaves) for tensor in weights.tensors)
-    return fills and alike and plan.branch <= MOST_CHILDREN and leaves.numel() > 0
+    return _fills(weights, leaves.shape[2]) and alike and plan.branch <= MOST_CHILDREN and leaves.numel() > 0
+
+
+def _fills(weights: LayerWeights, dim: int) -> bool:
+    """Whether sizes fill tensor-core tiles."""
+    wide = dim // weights.heads >= NARROWEST_HEAD and dim <= WIDEST
+    return wide and _is_power(dim) and weights.hidden % dim == 0
 
 
 def aggregate(
@@ -33,6 +37,58 @@ def aggregate(
     nodes[:, plan.leaf_offset :] = leaves
     aggregate_triton(nodes, mask, plan, weights)
     return nodes
+
+
+def climbs(backend: Impl, plan: TreePlan, weights: LayerWeights, nodes: Float[Tensor, "b t d"], slots: int) -> bool:
+    """Whether a backend has a kernel for the nodes above `slots` neighbouring leaf slots: no gradients, and few."""
+    if not (_infers() and nodes.is_contiguous() and all(_alike(tensor, nodes) for tensor in weights.tensors)):
+        return False
+    if backend == "numba":
+        return slots == 1
+    return slots <= plan.branch + 1 and plan.branch <= MOST_CHILDREN and _fills(weights, nodes.shape[2])
+
+
+def climb(
+    backend: Impl,
+    nodes: Float[Tensor, "b t d"],
+    mask: Bool[Tensor, "b t"],
+    slots: Int[Tensor, "b w"],
+    plan: TreePlan,
+    weights: LayerWeights,
+) -> None:
+    """Write the nodes of all levels above leaf `slots`, in place; `climbs` must be True."""
+    if backend == "numba":
+        from retreever.ops.aggregate.path_numba import climb_numba
+
+        climb_numba(nodes, mask, slots, plan, weights)
+    else:
+        from retreever.ops.aggregate.path_triton import climb_triton
+
+        climb_triton(nodes, mask, slots, plan, weights)
+
+
+def climbs_means(backend: Impl, keys: Float[Tensor, "b t h e"], slots: int) -> bool:
+    """Whether a backend has a kernel for the means above `slots` leaf slots of every row."""
+    return backend == "numba" and slots == 1 and _infers()
+
+
+def climb_means(
+    nodes: tuple[Tensor, Tensor],
+    count: Int[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    logs: tuple[Tensor | None, Tensor | None],
+    slots: Int[Tensor, " b"],
+    real: Bool[Tensor, " b"],
+    leaves: tuple[Float[Tensor, "b h e"], Float[Tensor, "b h e"]],
+    plan: TreePlan,
+) -> None:
+    """Write keys and values (`nodes`) of one leaf of every row and of all above it, in place, with counts and masks.
+
+    `logs` are log counts and counted keys, of trees that have them. `climbs_means` must be True.
+    """
+    from retreever.ops.aggregate.means_numba import climb_means_numba
+
+    climb_means_numba(nodes, count, mask, logs, slots, real, leaves, plan)
 
 
 def projects(tokens: Float[Tensor, "b t d"], weights: ProjectionWeights) -> bool:

@@ -9,6 +9,9 @@ logarithms, 1/4 lost least on fields kept for choosing, benchmarks/rivals.md.)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -21,25 +24,15 @@ from retreever.tree.plan import TreePlan
 from retreever.tree.selected import leaf_nodes, path_nodes
 
 Rows = Int[Tensor, "b m s"]
+Scored = tuple[Rows, Float[Tensor, "b m s h"], Bool[Tensor, "b m s"]]
+Children = Callable[[Rows, int, int], Scored]  # of opened nodes: (their rows, level, children each)
 
 
 def frontier_reference(inputs: SearchInputs, path: Int[Tensor, "b m"], budget: int, open_: Spread) -> Rows:
     """Rows of the nodes that at most `budget` tokens leave to read, ascending, -1 where there are fewer."""
     plan = inputs.plan
     inputs = inputs._replace(q=inputs.q.to(torch.promote_types(inputs.q.dtype, torch.float32)))
-    taken = path_nodes(plan, path)
-    opened = torch.full_like(path, -1)[..., None]  # the root; plan.nodes is no node
-    left = []
-    for level, most in enumerate(open_.widest, start=1):
-        rows, scores, real = _children(inputs, opened, level, plan.branch)
-        share = scores.softmax(dim=2).pow(0.25).mean(dim=3).masked_fill(~real, -torch.inf)
-        share = share.masked_fill(rows == taken[..., level - 1, None], torch.inf)
-        opens = _first(share, _width(open_, level, rows)) & real
-        left.append(rows.masked_fill(opens | ~real, plan.nodes))
-        opened = rows.masked_fill(~opens, plan.nodes).sort(dim=2).values[..., :most]
-    rows, _, real = _children(inputs, opened, plan.depth + 1, plan.block)
-    left.append(rows.masked_fill(~real, plan.nodes))
-    found = _packed(torch.cat(left, dim=2), slots(plan, budget), plan)
+    found = open_nodes(plan, path, budget, open_, partial(score_children, inputs))
     if open_.own is None:
         return found
     leaves = leaf_nodes(plan, path, inputs.node_mask)
@@ -47,19 +40,42 @@ def frontier_reference(inputs: SearchInputs, path: Int[Tensor, "b m"], budget: i
     return torch.where((open_.own < 0)[:, None, None], every, found)
 
 
-def _children(
-    inputs: SearchInputs, parents: Rows, level: int, count: int
-) -> tuple[Rows, Float[Tensor, "b m s h"], Bool[Tensor, "b m s"]]:
+def open_nodes(plan: TreePlan, path: Int[Tensor, "b m"], budget: int, open_: Spread, children: Children) -> Rows:
+    """Rows left to read when every level opens as many nodes as `open_` says; `children` scores those of opened nodes.
+
+    Wherever the nodes are: `children` may read this tree, or ask other processes.
+    """
+    taken = path_nodes(plan, path)
+    opened = torch.full_like(path, -1)[..., None]  # the root; plan.nodes is no node
+    left = []
+    for level, most in enumerate(open_.widest, start=1):
+        rows, scores, real = children(opened, level, plan.branch)
+        share = scores.softmax(dim=2).pow(0.25).mean(dim=3).masked_fill(~real, -torch.inf)
+        share = share.masked_fill(rows == taken[..., level - 1, None], torch.inf)
+        opens = _first(share, _width(open_, level, rows)) & real
+        left.append(rows.masked_fill(opens | ~real, plan.nodes))
+        opened = rows.masked_fill(~opens, plan.nodes).sort(dim=2).values[..., :most]
+    rows, _, real = children(opened, plan.depth + 1, plan.block)
+    left.append(rows.masked_fill(~real, plan.nodes))
+    return _packed(torch.cat(left, dim=2), slots(plan, budget), plan)
+
+
+def score_children(inputs: SearchInputs, parents: Rows, level: int, count: int) -> Scored:
     """Rows and scores of the children of nodes, `count` each on `level`, and which are real; others score -inf."""
-    plan, mask = inputs.plan, inputs.node_mask
-    above = plan.offsets[level - 1] if level > 1 else -1  # the root's row
-    rows = (plan.offsets[level] + (parents - above)[..., None] * count + count_up(count, parents)).flatten(2)
-    real = (parents < plan.nodes).repeat_interleave(count, dim=2)
+    mask = inputs.node_mask
+    rows, real = child_rows(inputs.plan, parents, level, count)
     at = torch.where(real, rows, 0)
     if mask is not None:
         real = real & mask.gather(1, at.flatten(1)).view_as(at)
     scores = score_rows(inputs.q, inputs.keys, mask, at, inputs.log_count)
     return rows, scores.masked_fill(~real[..., None], -torch.inf), real
+
+
+def child_rows(plan: TreePlan, parents: Rows, level: int, count: int) -> tuple[Rows, Bool[Tensor, "b m s"]]:
+    """Rows of the children of nodes, `count` each on `level`, and whether their parent is a node."""
+    above = plan.offsets[level - 1] if level > 1 else -1  # the root's row
+    rows = (plan.offsets[level] + (parents - above)[..., None] * count + count_up(count, parents)).flatten(2)
+    return rows, (parents < plan.nodes).repeat_interleave(count, dim=2)
 
 
 def _width(open_: Spread, level: int, like: Tensor) -> Int[Tensor, "b 1 1"] | int:

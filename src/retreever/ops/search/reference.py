@@ -6,11 +6,23 @@ children once and keeps the rejected ones; the leaves of the last block complete
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from retreever.ops.search.inputs import SearchInputs
+
+
+class Descent(NamedTuple):
+    """A walk down some levels: where it ended, and the children of every level it passed, with their scores."""
+
+    path: Int[Tensor, "b m"]
+    log_prob: Float[Tensor, "b m"]
+    entropy: Float[Tensor, "b m"]
+    scores: list[Float[Tensor, "b m k h"]]  # -inf at the child taken and at padding
+    rows: list[Int[Tensor, "b m k"]]
 
 
 def search_reference(
@@ -20,13 +32,24 @@ def search_reference(
 
     Half precision is computed in float32; log_prob and entropy are returned in float32, the output in the dtype of q.
     """
-    q, keys, values, plan, node_mask, noise, choices, log_count = inputs[:8]
-    b, m = q.shape[:2]
+    q, keys, values, plan, node_mask = inputs[:5]
     dtype, q = q.dtype, q.to(torch.promote_types(q.dtype, torch.float32))
+    path, log_prob, entropy, scores, rows = descend(inputs._replace(q=q), plan.depth)
+    leaves = plan.leaf_offset + path[..., None] * plan.block + count_up(plan.block, path)
+    scores = [*scores, score_rows(q, keys, node_mask, leaves, inputs.log_count)]
+    weights = torch.cat(scores, dim=2).softmax(dim=2)  # (b, m, s, h)
+    picked = pick_rows(values, torch.cat([*rows, leaves], dim=2), node_mask)  # (b, m, s, h, e)
+    return (weights[..., None] * picked).sum(dim=2).to(dtype), path, log_prob, entropy
+
+
+def descend(inputs: SearchInputs, levels: int) -> Descent:
+    """Walk from the root to a node of level `levels`, in the dtype of q; only the nodes above are read."""
+    q, keys, _, plan, node_mask, noise, choices, log_count = inputs[:8]
+    b, m = q.shape[:2]
     path = torch.zeros(b, m, dtype=torch.int64, device=q.device)
     log_prob, entropy = q.new_zeros(b, m), q.new_zeros(b, m)
     scores, rows = [], []
-    for level in range(1, plan.depth + 1):
+    for level in range(1, levels + 1):
         children = plan.offsets[level] + path[..., None] * plan.branch + count_up(plan.branch, path)
         level_scores = score_rows(q, keys, node_mask, children, log_count)
         policy = level_scores.softmax(dim=2).mean(dim=3)  # (b, m, k): head mean of the attention weights
@@ -41,12 +64,7 @@ def search_reference(
         scores.append(level_scores.masked_fill(taken[..., None], -torch.inf))
         rows.append(children)
         path = path * plan.branch + chosen
-    leaves = plan.leaf_offset + path[..., None] * plan.block + count_up(plan.block, path)
-    scores.append(score_rows(q, keys, node_mask, leaves, log_count))
-    rows.append(leaves)
-    weights = torch.cat(scores, dim=2).softmax(dim=2)  # (b, m, s, h)
-    picked = pick_rows(values, torch.cat(rows, dim=2), node_mask)  # (b, m, s, h, e)
-    return (weights[..., None] * picked).sum(dim=2).to(dtype), path, log_prob, entropy
+    return Descent(path, log_prob, entropy, scores, rows)
 
 
 def count_up(length: int, like: Tensor) -> Int[Tensor, " length"]:

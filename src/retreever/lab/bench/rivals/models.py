@@ -37,7 +37,7 @@ from retreever.pretrained.load import load_weights
 from retreever.results import TreeCrossAttentionResult
 from retreever.tasks.gp import GPTask
 from retreever.train.protocols import Task
-from retreever.tree.build import Tree
+from retreever.tree.value import Tree
 
 TREE, TOP, BLOCKS, CLUSTERS, RANDOM = "tree", "exact top-k", "best blocks", "flat clusters", "random k"
 ALL, BUILD = "all leaves", "build of the tree"
