@@ -21,7 +21,7 @@ GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
     "data", "tasks", "nn", "tree",
     "results", "attention_inputs", "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "models", "train", "pretrained", "lab", "cli",
+    "detours", "objective", "models", "deploy", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
