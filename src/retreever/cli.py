@@ -33,6 +33,8 @@ from retreever.lab.bench.options import (
 )
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
+from retreever.lab.export import Export
+from retreever.lab.page.options import Page
 from retreever.lab.pretrained.options import Evaluate, Pretrained
 from retreever.lab.recipes.options import train_commands
 
@@ -127,6 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[train, named("train")]
         | Annotated[Evaluate, named("eval")]
         | Annotated[Pretrained, named("pretrained")]
+        | Annotated[Export, named("export")]
+        | Annotated[Page, named("page")]
         | Annotated[Data, named("data")]
         | Annotated[Experiment, named("experiment")]
         | Annotated[Collect, named("collect")]

@@ -21,8 +21,9 @@ def translations() -> Translations:
 def sort_stable(values: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
     """Values in order along an axis, and where each came from."""
     from onnx import TensorProto
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
 
+    op: Any = opset18
     sortable = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.INT32, TensorProto.INT64)
     wide = values if values.dtype in sortable else op.Cast(values, to=TensorProto.INT32)  # ONNX Runtime sorts no int8
     axis = op.Constant(value_ints=[dim])
