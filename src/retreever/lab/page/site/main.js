@@ -50,7 +50,7 @@ async function show(name) {
   if (document.querySelector("[name=view]:checked").value !== name) return; // another was chosen meanwhile
   const view = new VIEWS[name](stage, act);
   const before = states[name];
-  state = before ?? { points: view.example(), history: [], budget: model.plan.tokens, step: Infinity, lit: null };
+  state = before ?? { points: view.example(), history: [], budget: 1, step: Infinity, lit: null };
   view.query = before?.view.query ?? view.query;
   states[name] = Object.assign(state, { name, model, view });
   $("tools").replaceChildren(...Object.entries(view.tools).map(([value, words], i) => radio(value, words, i === 0)));
@@ -104,7 +104,7 @@ function draw() {
   search?.reads.forEach((read, index) => read.points.forEach((point) => (cover[point] = { node: read.node, index })));
   view.draw(points, grid ?? EMPTY, (i) => cover[i], state.lit);
   $("count").textContent = `${points.length} of at most ${model.about.n} points`;
-  $("tokens").textContent = `${state.budget} nodes`;
+  $("tokens").textContent = state.budget === 1 ? "one path" : `one path, or up to ${state.budget} nodes`;
   const output = $("prediction");
   if (!search) {
     output.textContent = "Add a point to get a prediction.";
