@@ -25,6 +25,7 @@ from retreever.lab.bench.options import (
     AttentionBench,
     BudgetsBench,
     BuildBench,
+    ExportBench,
     MemoryBench,
     ModelsBench,
     RivalsBench,
@@ -75,6 +76,7 @@ class Bench:
         Annotated[AttentionBench, named("attention", prefix_name=False)]
         | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
+        | Annotated[ExportBench, named("export", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]

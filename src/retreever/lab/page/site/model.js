@@ -5,6 +5,7 @@ ort.env.wasm.numThreads = 1; // more need headers that a plain static server doe
 ort.env.wasm.wasmPaths = { wasm: new URL("./vendor/ort-wasm-simd-threaded.wasm", import.meta.url).href };
 
 const TREE = ["keys", "values", "node_mask"];
+const QUICK = { graphOptimizationLevel: "disabled" }; // done when the files were made; here it takes a second
 
 export class Model {
   constructor(about, encode, query) {
@@ -16,7 +17,7 @@ export class Model {
 
   static async load(folder) {
     const about = await (await fetch(`${folder}/export.json`)).json();
-    const session = (part) => ort.InferenceSession.create(`${folder}/${about.files[part].file}`);
+    const session = (part) => ort.InferenceSession.create(`${folder}/${about.files[part].file}`, QUICK);
     return new Model(about, await session("encode"), await session("query"));
   }
 
