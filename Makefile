@@ -2,12 +2,14 @@
 #   make demo    train three models on the copy task and show what came out (1 to 2 minutes on 2 cores)
 #   make test    lint, types, tests
 # On a machine with an NVIDIA GPU, `make test-gpu` runs the tests that need one.
+# `make test-slow` runs what takes minutes: compiled exports, and the live page in a browser. It needs npm and Chromium
+# (Debian: apt-get install chromium npm; or .venv/bin/playwright install chromium) and skips the page without them.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu test-slow lint clean
 
 demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
@@ -17,6 +19,10 @@ test: $(INSTALLED) lint  # one thread a worker: they would wait for one another
 
 test-gpu: $(INSTALLED)  # the tests marked gpu, on a machine that has one
 	@$(BIN)/python -m pytest -m gpu -n 4
+
+test-slow: $(INSTALLED)
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from retreever.attention import TreeCrossAttention
     from retreever.batch import Batch, collate
     from retreever.cross_attention import CrossAttention
+    from retreever.deploy.api import export
     from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
     from retreever.explanation import explain
     from retreever.fidelity import Fidelity
@@ -47,13 +48,14 @@ __all__ = [
     "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "IPNets", "InputError", "LatentODE",
     "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
     "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "ShardedTree", "TransformerCA", "Tree", "TreeCrossAttention",
-    "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-    "load_pretrained", "merge_parts", "tree_attention",
+    "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "export", "full_attention",
+    "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
 ]  # fmt: skip
 
 _HOME = {
     "attention": ("TreeCrossAttention",),
     "cross_attention": ("CrossAttention",),
+    "deploy.api": ("export",),
     "batch": ("Batch", "collate"),
     "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
     "explanation": ("explain",),

@@ -27,6 +27,7 @@ from retreever.lab.bench.options import (
     BuildBench,
     EncodeBench,
     GrowBench,
+    ExportBench,
     MemoryBench,
     ModelsBench,
     RivalsBench,
@@ -37,6 +38,8 @@ from retreever.lab.bench.options import (
 )
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
+from retreever.lab.export import Export
+from retreever.lab.page.options import Page
 from retreever.lab.pretrained.options import Evaluate, Pretrained
 from retreever.lab.recipes.options import train_commands
 
@@ -79,6 +82,7 @@ class Bench:
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[EncodeBench, named("encode", prefix_name=False)]
         | Annotated[GrowBench, named("grow", prefix_name=False)]
+        | Annotated[ExportBench, named("export", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
@@ -136,6 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
         | Annotated[Evaluate, named("eval")]
         | Annotated[Pretrained, named("pretrained")]
         | Annotated[Data, named("data")]
+        | Annotated[Export, named("export")]
+        | Annotated[Page, named("page")]
         | Annotated[Experiment, named("experiment")]
         | Annotated[Collect, named("collect")]
         | Annotated[Table, named("table")]

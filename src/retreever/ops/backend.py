@@ -2,7 +2,7 @@
 
 "reference" is plain torch. "triton" (CUDA) and "numba" (CPU) are kernels of this package; an operator that has no
 kernel for the requested backend runs in plain torch. A backend requested by name that cannot run raises
-`BackendError`; it never falls back.
+`BackendError`; it never falls back. While `torch.export` traces a model, "auto" is plain torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def choose(operator: Operator, impl: Impl, like: Tensor) -> Impl:
     # `like.is_cpu` takes a quarter of the time of `like.device`.
     kind = (operator, impl, "cpu" if like.is_cpu else like.device.type, like.dtype)
     if torch.compiler.is_compiling():  # a graph would depend on the contents of the dictionary
-        return _choose(*kind)
+        return "reference" if impl == "auto" and exporting() else _choose(*kind)
     found = _chosen.get(kind)
     if found is None:
         found = _chosen[kind] = _choose(*kind)
@@ -96,6 +96,11 @@ def _triton_unavailable(device: str, dtype: torch.dtype) -> str | None:
 def interpreting() -> bool:
     """Whether Triton kernels run in its interpreter, which takes tensors of any device."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def exporting() -> bool:
+    """Whether `torch.export` is tracing; its programs run without this package, so they must be plain torch."""
+    return getattr(torch.compiler, "is_exporting", lambda: False)()  # torch 2.6 has none
 
 
 def transformed() -> bool:

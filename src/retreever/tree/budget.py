@@ -25,10 +25,12 @@ class Spread(NamedTuple):
 
     A context that is shorter than others of its batch has fewer levels of its own, which are the lowest ones. `own` is
     the depth of every context, -1 where the budget covers all its tokens; None where every context has all levels.
+    `chosen` has the widths of a smaller budget that is known only when a graph runs; `table` then has the most.
     """
 
     table: tuple[tuple[int, ...], ...]
     own: Int[Tensor, " b"] | None
+    chosen: Int[Tensor, "depths depth"] | None = None
 
     @property
     def widest(self) -> tuple[int, ...]:
@@ -42,13 +44,29 @@ def spread(plan: TreePlan, budget: int, node_mask: Bool[Tensor, "b t"] | None) -
     table = _table(plan.branch, plan.depth, plan.block, budget)
     if node_mask is None or budget == 1:  # one path: a node on every level, however deep a context is
         return Spread(table, None)
+    own, blocks, real = _own_depth(plan, node_mask)
+    covered = (real <= budget) & (blocks <= slots(plan, budget))
+    return Spread(table, own.masked_fill(covered, -1))
+
+
+def spread_up_to(plan: TreePlan, most: int, budget: Int[Tensor, " one"], node_mask: Bool[Tensor, "b t"]) -> Spread:
+    """`spread` for a budget from 1 to `most` that is a tensor: one graph for all of them, as wide as the widest."""
+    tables = [_table(plan.branch, plan.depth, plan.block, number) for number in range(1, most + 1)]
+    widest = tuple(tuple(map(max, zip(*rows, strict=True))) for rows in zip(*tables, strict=True))
+    own, blocks, real = _own_depth(plan, node_mask)
+    covered = (real <= budget) & (blocks <= budget.clamp(plan.tokens, plan.leaves))
+    every = torch.tensor(tables, device=node_mask.device).view(most, plan.depth + 1, plan.depth)
+    chosen = every.index_select(0, budget.clamp(1, most) - 1)[0]
+    return Spread(widest, own.masked_fill(covered, -1), chosen)
+
+
+def _own_depth(plan: TreePlan, node_mask: Bool[Tensor, "b t"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Depth of every context's own tree, its leaf blocks and its tokens."""
     real = node_mask[:, plan.leaf_offset :]
     ends = torch.arange(1, plan.leaves + 1, device=real.device)
     blocks = ((real * ends).amax(dim=1) + plan.block - 1) // plan.block  # a context lies on the leftmost of them
     reach = plan.branch ** torch.arange(plan.depth, device=real.device)  # blocks below a node, from the last level up
-    own = (blocks[:, None] > reach).sum(dim=1)
-    covered = (real.sum(dim=1) <= budget) & (blocks <= slots(plan, budget))
-    return Spread(table, own.masked_fill(covered, -1))
+    return (blocks[:, None] > reach).sum(dim=1), blocks, real.sum(dim=1)
 
 
 def slots(plan: TreePlan, budget: int) -> int:

@@ -134,8 +134,10 @@ def summarise(
 
 def _in_cache(aggregator: nn.Module, children: Tensor, mask: Tensor | None) -> Tensor:
     """Call the aggregator; on a CPU without gradients in pieces, whose activations stay in the cache."""
+    if children.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():  # a graph fits any batch
+        return aggregator(children, mask)
     pieces = -(-children.shape[0] * children.shape[1] // CACHED_ROWS)
-    if children.is_cuda or torch.is_grad_enabled() or pieces <= 1 or torch.compiler.is_compiling():
+    if pieces <= 1:
         return aggregator(children, mask)
     masks = [None] * pieces if mask is None else mask.tensor_split(pieces)
     parts = zip(children.tensor_split(pieces), masks, strict=True)

@@ -80,6 +80,22 @@ class BuildBench(BenchOptions):
 
 
 @dataclass(frozen=True)
+class ExportBench(BenchOptions):
+    """Exported files beside PyTorch on a CPU: bytes, time of a context and of a query, largest difference."""
+
+    models: tuple[Shipped, ...] = SHIPPED
+    """Weights in the package."""
+    formats: tuple[Literal["onnx", "pt2", "aoti"], ...] = ("onnx", "pt2", "aoti")
+    """Formats; aoti compiles for minutes."""
+    n: int = 64
+    """Context points, all of them real."""
+    queries: int = 64
+    """Queries of the call whose time is given per query, beside that of a single one."""
+
+    name: ClassVar[str] = "export"
+
+
+@dataclass(frozen=True)
 class GrowBench(BenchOptions):
     """Time to append one token to a tree, against building it anew; a stream appended token by token."""
 

@@ -81,7 +81,10 @@ def child_rows(plan: TreePlan, parents: Rows, level: int, count: int) -> tuple[R
 def _width(open_: Spread, level: int, like: Tensor) -> Int[Tensor, "b 1 1"] | int:
     if open_.own is None:
         return open_.table[-1][level - 1]
-    column = torch.tensor([row[level - 1] for row in open_.table], device=like.device)
+    if open_.chosen is not None:
+        column = open_.chosen[:, level - 1]
+    else:
+        column = torch.tensor([row[level - 1] for row in open_.table], device=like.device)
     return column[open_.own.clamp_min(0)][:, None, None]
 
 

@@ -1,0 +1,1 @@
+"""Models as files that run without this package: ONNX, `torch.export` and AOTInductor."""

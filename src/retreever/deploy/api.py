@@ -1,0 +1,201 @@
+"""`export`: a trained model as files that run without this package, and a JSON file that describes them."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retreever.arguments import check_bool, check_choice, check_int, reject
+from retreever.attention_inputs import check_budget
+from retreever.deploy.formats import ENDINGS, FORMATS, Axes, Format, trace, write
+from retreever.deploy.parts import Encode, Predict, Query
+from retreever.errors import ConfigError
+from retreever.files import make_folder, os_errors, write_text
+from retreever.models.base import Model
+from retreever.models.retreever import ReTreever
+from retreever.tree.build import plan_for
+from retreever.tree.plan import TreePlan
+from retreever.version import __version__
+
+ABOUT = "export.json"
+QUERIES = 3  # of the example a program is traced with; it takes any number
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Files of an exported model: the folder, the file of every part by name, and the contents of export.json."""
+
+    folder: Path
+    files: dict[str, Path]
+    about: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module to trace, example arguments by name, and which of their axes may have any length."""
+
+    module: nn.Module
+    arguments: dict[str, Tensor]
+    axes: dict[str, Axes]
+
+
+def export(
+    model: Model,
+    out: str | Path,
+    *,
+    n: int,
+    format: Format = "onnx",
+    one: bool = False,
+    budget: int | None = None,
+    any_budget: bool = False,
+    explain: bool = False,
+    batch: int | None = 1,
+    overwrite: bool = False,
+) -> Exported:
+    """Write a model as files that run without this package, in plain operations on float32.
+
+    Args:
+        model: a trained model; the files answer as it does in evaluation.
+        out: folder for the files and export.json, which lists their inputs and outputs.
+        n: most context points. Fewer are given with a mask, True where a point is real.
+        format: "onnx"; "pt2" for `torch.export.load`; "aoti" for code compiled for this kind of processor
+            (`torch._inductor.aoti_load_package`).
+        one: write one file, `predict`, in place of two: `encode` prepares a context once, `query` answers from it as
+            often as wanted. Models other than ReTreever need it.
+        budget: tokens a query may read; None takes that of the model.
+        any_budget: `query` takes the budget as one more input, from 1 to `budget` tokens.
+        explain: `query` also returns the attention weights of the nodes read, and the policy.
+        batch: number of contexts in a call; None is any number.
+        overwrite: replace the files of an earlier export.
+
+    Returns:
+        The files. They take any number of queries, at least one.
+    """
+    _check(model, n, format, one, any_budget, explain, batch)
+    check_budget(budget)
+    model = deepcopy(model).cpu().eval().requires_grad_(False)
+    folder = Path(out)
+    names = ("predict",) if one else ("encode", "query")
+    files = {name: folder / f"{name}{ENDINGS[format]}" for name in names}
+    taken = [str(file) for file in (*files.values(), folder / ABOUT) if file.exists()]
+    if taken and not overwrite:
+        raise ConfigError(f"out: expected no earlier export, got {', '.join(taken)} (overwrite replaces them)")
+    with os_errors(folder, "cannot be written"):
+        make_folder(folder)
+    parts = _parts(model, n, one, budget, any_budget, explain, batch)
+    described = {name: _write(part, files[name], format) for name, part in parts.items()}
+    about = _about(model, n, format, batch, parts) | {"files": described}
+    write_text(folder / ABOUT, json.dumps(about, indent=1) + "\n")
+    return Exported(folder, files, about)
+
+
+def _check(model: Model, n: int, format: Format, one: bool, any_budget: bool, explain: bool, batch: int | None) -> None:
+    if not isinstance(model, Model):
+        reject("model", "a model of this package", type(model).__name__)
+    check_int("n", n, 1)
+    check_choice("format", format, FORMATS)
+    for name, value in (("one", one), ("any_budget", any_budget), ("explain", explain)):
+        check_bool(name, value)
+    if batch is not None:
+        check_int("batch", batch, 1)
+    if one and (any_budget or explain):
+        reject("one", "False with any_budget or explain, which query has", one)
+    if not one and not isinstance(model, ReTreever):
+        reject("one", "True for a model that builds no tree", f"{one} for {type(model).__name__}")
+    dtypes = {weight.dtype for weight in model.parameters()}
+    if dtypes - {torch.float32}:
+        reject("model", "weights of torch.float32", ", ".join(sorted(map(str, dtypes))))
+
+
+def _parts(
+    model: Model, n: int, one: bool, budget: int | None, any_budget: bool, explain: bool, batch: int | None
+) -> dict[str, _Part]:
+    """The modules to trace, each with arguments and axes in the order of its `forward`."""
+    xc, yc, mask, xt = _example(model, n, batch)
+    rows: Axes = {0: "b"} if batch is None else {}
+    context = {"xc": xc, "yc": yc, "mask": mask}
+    queries: Axes = rows | {1: "m"}
+    if one or not isinstance(model, ReTreever):
+        axes = {**dict.fromkeys(context, rows), "xt": queries}
+        return {"predict": _Part(Predict(model, budget), {**context, "xt": xt}, axes)}
+    encode = Encode(model)
+    plan = plan_for(n, model.config.branch, ragged=True)
+    limit = _limit(model, n, budget, any_budget)
+    with torch.no_grad():
+        tree = encode(xc, yc, mask)
+    arguments = {name: tree[name] for name in ("keys", "values", "node_mask")}
+    axes = {**dict.fromkeys(arguments, rows), "xt": queries}
+    arguments["xt"] = xt
+    if any_budget:
+        arguments["budget"], axes["budget"] = torch.tensor([plan.tokens]), {}
+    return {
+        "encode": _Part(encode, context, dict.fromkeys(context, rows)),
+        "query": _Part(Query(model, plan, limit, explain), arguments, axes),
+    }
+
+
+def _limit(model: ReTreever, n: int, budget: int | None, any_budget: bool) -> int | None:
+    """Most tokens a query reads; None is one path."""
+    own = n if model.config.retrieval == "full" else model.config.budget
+    limit = own if budget is None else budget
+    if any_budget:
+        return n if limit is None else min(limit, n)
+    return limit
+
+
+def _example(model: Model, n: int, batch: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A context of n points and a few queries, as the model takes them."""
+    config = model.config
+    sequence = config.inputs == "sequence"
+    b, dx = batch or 2, 1 if sequence else config.dim_x
+    generator = torch.Generator().manual_seed(0)
+    xc = torch.rand(b, n, dx, generator=generator)
+    yc = torch.rand(b, n, config.dim_y, generator=generator)
+    if sequence:
+        yc = torch.randint(config.dim_y, (b, n), generator=generator)
+    return xc, yc, torch.ones(b, n, dtype=torch.bool), torch.rand(b, QUERIES, dx, generator=generator)
+
+
+def _write(part: _Part, file: Path, format: Format) -> dict[str, Any]:
+    """Trace and write one part; returns its description."""
+    with torch.no_grad():
+        results: dict[str, Tensor] = part.module(*part.arguments.values())
+    program = trace(part.module, tuple(part.arguments.values()), tuple(part.axes.values()))
+    with os_errors(file, "cannot be written"):
+        write(program, file, format, tuple(results))
+    inputs = {name: _shape(value, part.axes[name]) for name, value in part.arguments.items()}
+    rows, xt = part.axes[next(iter(part.axes))], part.axes.get("xt")
+    outputs = {name: _shape(value, rows if xt is None else xt) for name, value in results.items()}
+    return {"file": file.name, "bytes": file.stat().st_size, "inputs": inputs, "outputs": outputs}
+
+
+def _shape(value: Tensor, axes: Axes) -> dict[str, Any]:
+    """Type and shape of a tensor; axes of any length have their names."""
+    lengths = [axes.get(axis, length) for axis, length in enumerate(value.shape)]
+    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": lengths}
+
+
+def _about(model: Model, n: int, format: Format, batch: int | None, parts: dict[str, _Part]) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "retreever": __version__,
+        "model": type(model).__name__,
+        "format": format,
+        "n": n,
+        "batch": batch,
+    }
+    query = parts["query"].module if "query" in parts else None
+    if isinstance(query, Query):
+        about |= {"budget": query.budget, "any_budget": "budget" in parts["query"].arguments, "tree": _tree(query.plan)}
+    return about
+
+
+def _tree(plan: TreePlan) -> dict[str, Any]:
+    """What is needed to find the children of a node and the leaves below it."""
+    names = ("branch", "block", "depth", "offsets", "leaf_offset", "leaves", "nodes", "tokens")
+    return {name: getattr(plan, name) for name in names}

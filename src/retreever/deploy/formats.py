@@ -1,0 +1,111 @@
+"""From a module to a file: `torch.export` traces it, and the program is written as .pt2, .onnx or compiled code."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from retreever.errors import BackendError
+from retreever.ops.backend import KERNELS, without
+
+Format = Literal["onnx", "pt2", "aoti"]
+FORMATS: tuple[Format, ...] = ("onnx", "pt2", "aoti")
+ENDINGS: dict[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".aoti.pt2"}
+Axes = dict[int, str]  # axes of any length, by name
+
+
+def trace(part: nn.Module, arguments: Sequence[Tensor], axes: Sequence[Axes]) -> ExportedProgram:
+    """The program of a module in plain torch, without weights it does not use and without traces of the source."""
+    dims: dict[str, Any] = {name: Dim(name, min=1) for of_one in axes for name in of_one.values()}
+    shapes = tuple({axis: dims[name] for axis, name in of_one.items()} for of_one in axes)
+    with torch.no_grad(), without(*KERNELS), quiet():
+        program = torch.export.export(part, tuple(arguments), dynamic_shapes=shapes, strict=False)
+    clean(program)
+    return program
+
+
+def clean(program: ExportedProgram) -> None:
+    """Remove weights that the program never reads, since every part is traced from the whole model."""
+    graph, specs = program.graph, program.graph_signature.input_specs
+    nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    for spec in [spec for spec in specs if spec.target in program.state_dict]:
+        if not nodes[spec.arg.name].users:
+            graph.erase_node(nodes[spec.arg.name])
+            specs.remove(spec)
+            program.state_dict.pop(spec.target)
+    for node in graph.nodes:
+        node.meta.pop("stack_trace", None)  # would name the files of this machine
+    program.graph_module.recompile()
+
+
+def write(program: ExportedProgram, file: Path, form: Format, outputs: Sequence[str]) -> None:
+    """Write the program in a format; `outputs` are their names, in order."""
+    writers: dict[Format, Callable[[], object]] = {
+        "onnx": lambda: _onnx(program, file, outputs),
+        "pt2": lambda: torch.export.save(program, file),
+        "aoti": lambda: _compiled(program, file),
+    }
+    with quiet():
+        writers[form]()
+
+
+def _onnx(program: ExportedProgram, file: Path, outputs: Sequence[str]) -> None:
+    for package in ("onnx", "onnxscript"):
+        try:
+            import_module(package)
+        except ImportError:
+            raise BackendError(f"format: onnx needs the package {package}; pip install 'retreever[export]'") from None
+    from retreever.deploy.onnx_sort import translations
+
+    names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
+    found = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        input_names=names,
+        custom_translation_table=translations(),
+    )
+    assert found is not None
+    graph = found.model.graph
+    for node in graph:
+        node.metadata_props.clear()  # traces of the source, a fifth of the file
+        for value in node.outputs:
+            if value.name in outputs:
+                value.name = f"inner_{value.name}"  # the exporter would use the name twice
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        value.name = name
+    found.save(file, external_data=False)
+
+
+def _compiled(program: ExportedProgram, file: Path) -> None:
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+
+    try:
+        aoti_compile_and_package(program, package_path=str(file))
+    except (CppCompileError, InductorError, InvalidCxxCompiler) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BackendError(f"format: aoti needs a C++ compiler that works here: {reason}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the notes of torch's own exporters on their own parts."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

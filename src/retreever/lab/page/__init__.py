@@ -1,0 +1,1 @@
+"""The live page: exported models in a browser, with every step of their searches."""

@@ -1,0 +1,184 @@
+"""Exported files give what the models give, in ONNX Runtime and in a process without this package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from retreever import ReTreever, TransformerCA, TreeCrossAttention, export, load_pretrained
+from retreever.cli import main
+from retreever.deploy.formats import trace
+from retreever.errors import RetreeverError
+
+MODELS = {"gp": 9, "emnist": 5, "activity": 4, "copy-256": 4, "copy-1024": 3}
+
+
+def session(file: Path) -> Any:
+    runtime = pytest.importorskip("onnxruntime", reason="needs ONNX Runtime: pip install 'retreever[export]'")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return runtime.InferenceSession(str(file), options)
+
+
+def run(file: Any, **inputs: Tensor) -> dict[str, Tensor]:
+    found = file.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return {output.name: torch.from_numpy(value) for output, value in zip(file.get_outputs(), found, strict=True)}
+
+
+def smooth(model: Any, n: int, m: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Points of a smooth function, or symbols at positions, as the models were trained on."""
+    config = model.config
+    if config.inputs == "sequence":
+        x = torch.arange(n + m, dtype=torch.float32)[None, :, None]
+        return x[:, :n], torch.randint(config.dim_y, (1, n), generator=generator), x[:, n:]
+    x = 2 * torch.rand(1, n + m, config.dim_x, generator=generator) - 1
+    waves = torch.stack([(x.sum(dim=2) + k).sin() / 2 for k in range(config.dim_y)], dim=2)
+    return x[:, :n], waves[:, :n], x[:, n:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx_runtime_gives_what_torch_gives(name: str, tmp_path: Path) -> None:
+    """Every shipped model, any number of queries, contexts of 1 to n points anywhere among the slots."""
+    model, most = load_pretrained(name), MODELS[name]
+    file = session(export(model, tmp_path, n=most, one=True).files["predict"])
+    generator = torch.Generator().manual_seed(0)
+    for n, m in [(n, m) for n in range(1, most + 1) for m in (1, 2, 17)]:
+        x, y, xt = smooth(model, n, m, generator)
+        slots = torch.randperm(most, generator=generator)[:n].sort().values
+        xc, yc = torch.full((1, most, x.shape[2]), 9.0), y.new_full((1, most, *y.shape[2:]), 9)
+        mask = torch.zeros(1, most, dtype=torch.bool)
+        xc[:, slots], yc[:, slots], mask[:, slots] = x, y, True
+        found = run(file, xc=xc, yc=yc, mask=mask, xt=xt)
+        with torch.no_grad():
+            dist = model.predict(x, y, xt)
+        for key, value in found.items():
+            wanted = {"mean": "mean", "std": "stddev", "logits": "logits"}[key]
+            torch.testing.assert_close(value, getattr(dist, wanted), rtol=1e-5, atol=1e-5)
+
+
+def test_two_files_any_batch_and_any_budget(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ReTreever(dim=16, heads=2, layers=0, hidden=16).eval()
+    made = export(model, tmp_path, n=4, any_budget=True, batch=None)
+    assert made.about["files"]["query"]["inputs"]["xt"]["shape"] == ["b", "m", 1]
+    assert json.loads((tmp_path / "export.json").read_text())["tree"]["leaves"] == 4
+    encode, query = session(made.files["encode"]), session(made.files["query"])
+    for b, m, budget in ((1, 1, 1), (3, 5, 3), (2, 40, 4)):
+        x, xt = torch.rand(b, 4, 1), torch.rand(b, m, 1)
+        mask = torch.ones(b, 4, dtype=torch.bool)
+        mask[0, 3:] = False
+        tree = run(encode, xc=x, yc=x.sin(), mask=mask)
+        nodes = {name: tree[name] for name in ("keys", "values", "node_mask")}
+        found = run(query, **nodes, xt=xt, budget=torch.tensor([budget]))
+        with torch.no_grad():
+            search = model.search(model.encode(x, x.sin(), mask), xt, budget=budget)
+            dist = model.predict(x, x.sin(), xt, mask, budget=budget)
+        torch.testing.assert_close(found["mean"], dist.mean, rtol=1e-5, atol=1e-5)
+        assert (found["path"] == search.path).all()
+        assert ((found["selected"] >= 0).sum(dim=2) == search.tokens_read).all()
+
+
+def test_a_program_runs_where_this_package_is_not_installed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ReTreever(dim=16, heads=2, layers=1, hidden=16, dim_y=2).eval()
+    made = export(model, tmp_path, n=5, format="pt2")
+    assert not any(b"retreever/" in file.read_bytes() for file in made.files.values())  # no paths of this machine
+    code = f"""
+import sys
+sys.modules["retreever"] = None
+import torch
+encode, query = (torch.export.load({str(tmp_path)!r} + "/" + name).module() for name in ("encode.pt2", "query.pt2"))
+x = torch.linspace(0, 1, 5)[None, :, None]
+tree = encode(x, torch.cat([x, -x], 2), torch.tensor([[True, True, True, False, False]]))
+for m in (1, 4):
+    print(query(tree["keys"], tree["values"], tree["node_mask"], x[:, :m])["mean"].flatten().tolist())
+assert not [name for name in query.state_dict() if "encoder" in name or "aggregator" in name]
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    x = torch.linspace(0, 1, 5)[None, :, None]
+    for m, line in zip((1, 4), done.stdout.splitlines(), strict=True):
+        with torch.no_grad():
+            mean = model.predict(x[:, :3], torch.cat([x, -x], 2)[:, :3], x[:, :m]).mean
+        torch.testing.assert_close(torch.tensor(json.loads(line)), mean.flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_torch_export_alone_chooses_plain_torch() -> None:
+    """Without `impl="reference"`: a program with operators of this package would not load without it."""
+    tca = TreeCrossAttention(16, 2).eval()
+
+    class Read(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tca = tca
+
+        def forward(self, context: Tensor, query: Tensor) -> Tensor:
+            return self.tca(query, self.tca.build(context), budget=4).output
+
+    context, query = torch.randn(1, 6, 16), torch.randn(1, 3, 16)
+    with torch.no_grad():
+        program = torch.export.export(Read(), (context, query), strict=False)
+        assert "retreever" not in program.graph_module.code
+        torch.testing.assert_close(program.module()(context, query), Read()(context, query), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_code_gives_what_torch_gives(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = ReTreever(dim=16, heads=2, layers=1, hidden=16).eval()
+    file = export(model, tmp_path, n=3, format="aoti", one=True).files["predict"]
+    x, mask = torch.rand(1, 3, 1), torch.tensor([[True, True, False]])
+    found = torch._inductor.aoti_load_package(str(file))(x, x.sin(), mask, x[:, :2])
+    torch.testing.assert_close(
+        found["mean"], model.predict(x[:, :2], x[:, :2].sin(), x[:, :2]).mean, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_traces_take_any_number_of_queries() -> None:
+    """Of a model without a tree, in plain torch."""
+    from retreever.deploy.parts import Predict
+
+    model = TransformerCA(dim=16, heads=2, layers=1, hidden=16).eval()
+    x, mask = torch.rand(1, 4, 1), torch.ones(1, 4, dtype=torch.bool)
+    program = trace(Predict(model), (x, x, mask, x[:, :3]), ({}, {}, {}, {1: "m"})).module()
+    for m in (1, 2, 4):
+        with torch.no_grad():
+            torch.testing.assert_close(program(x, x, mask, x[:, :m])["mean"], model.predict(x, x, x[:, :m]).mean)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"n": 0}, "n: expected an int >= 1, got 0"),
+        ({"format": "tflite"}, "format: expected one of onnx, pt2, aoti, got 'tflite'"),
+        ({"batch": 0}, "batch: expected an int >= 1, got 0"),
+        ({"budget": 0}, "budget: expected an int >= 1, got 0"),
+        ({"one": True, "explain": True}, "one: expected False with any_budget or explain, which query has, got True"),
+        ({"model": TransformerCA}, "one: expected True for a model that builds no tree, got False for TransformerCA"),
+        ({"dtype": torch.float64}, "model: expected weights of torch.float32, got torch.float64"),
+        ({"model": torch.nn.Linear}, "model: expected a model of this package, got Linear"),
+    ],
+)
+def test_errors_are_one_line(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    kind = wrong.pop("model", ReTreever)
+    small = {"dim": 16, "layers": 0} if kind is not torch.nn.Linear else {"in_features": 1, "out_features": 1}
+    model = kind(**small).to(wrong.pop("dtype", torch.float32))
+    with pytest.raises(RetreeverError, match="^" + said.replace("(", r"\(") + "$"):
+        export(model, tmp_path, **{"n": 4} | wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_refuses_to_replace_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "predict.pt2").write_text("")
+    words = ["export", "copy-256", "--n", "2", "--one", "--format", "pt2", "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert "out: expected no earlier export, got" in capsys.readouterr().err
+    assert main(["export", "no-such", "--n", "2", "--out", str(tmp_path)]) == 2
+    assert "name: expected one of activity" in capsys.readouterr().err

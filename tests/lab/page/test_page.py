@@ -1,0 +1,116 @@
+"""The live page: what it is made of, and its own code beside that of the package."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tarfile
+import threading
+from importlib.resources import files
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from retreever import ReTreever, explain
+from retreever.cli import main
+from retreever.deploy.parts import Encode, Query
+from retreever.errors import DataError, RetreeverError
+from retreever.lab.page.runtime import FILES, vendor
+from retreever.lab.page.serve import page_server
+from retreever.tree.build import plan_for
+
+SITE = Path(str(files("retreever").joinpath("lab", "page", "site")))
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    for file in SITE.iterdir():
+        links = set(re.findall(r"\w+://[\w.]+", file.read_text(encoding="utf-8")))
+        assert links <= {"http://www.w3.org"}, file.name  # the name space of SVG, which nothing is loaded from
+
+
+def test_its_files_are_small() -> None:
+    assert all(len(file.read_text(encoding="utf-8").splitlines()) <= 250 for file in SITE.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's modules")
+@pytest.mark.parametrize(("n", "budget"), [(1, 1), (3, 1), (12, 1), (12, 7), (9, 16)])
+def test_steps_and_nodes_are_those_of_explain(n: int, budget: int, tmp_path: Path) -> None:
+    """The page's explanation of a search is that of the package, less steps where there is nothing to decide."""
+    torch.manual_seed(n)
+    model, most = ReTreever(dim=16, heads=2, layers=0, hidden=16).eval(), 16
+    plan = plan_for(most, 2, ragged=True)
+    x, mask, xt = torch.rand(1, most, 1), torch.arange(most)[None] < n, torch.rand(1, 1, 1)
+    with torch.no_grad():
+        tree = Encode(model)(x, x, mask)
+        nodes = (tree["keys"], tree["values"], tree["node_mask"])
+        found = Query(model, plan, most, explain=True)(*nodes, xt, torch.tensor([budget]))
+        search = explain(model.search(model.encode(x, x, mask), xt, budget=budget), row=0, query=0)
+    given = {
+        "plan": {key: getattr(plan, key) for key in ("branch", "block", "depth", "offsets", "leaf_offset", "leaves")},
+        "tree": {"real": tree["node_mask"][0].int().tolist(), "order": tree["order"][0, :n].tolist()},
+        "found": {key: found[key][0, 0].tolist() for key in ("selected", "weights", "policy")},
+    }
+    shutil.copy(SITE / "search.js", tmp_path / "search.mjs")
+    code = f"""
+import {{ explain }} from {json.dumps((tmp_path / "search.mjs").as_uri())};
+const given = {json.dumps(given)};
+console.log(JSON.stringify(explain(given.plan, given.tree, given.found)));
+"""
+    done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    ours = json.loads(done.stdout)
+    theirs = [step for step in search.steps if len(step.children) > 1 or not step.taken]
+    assert [(s["node"], s["children"], s["taken"]) for s in ours["steps"]] == [
+        (s.node, list(s.children), list(s.taken)) for s in theirs
+    ]
+    assert {read["node"]: sorted(read["points"]) for read in ours["reads"]} == {
+        read.node: sorted(read.numbers) for read in search.selected
+    }
+
+
+def test_the_server_gives_scripts_and_wasm_their_types(tmp_path: Path) -> None:
+    for name in ("index.html", "a.mjs", "b.js", "c.wasm"):
+        (tmp_path / name).write_text("x")
+    with page_server(tmp_path, 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host, port = server.server_address[:2]
+        assert host == "127.0.0.1"
+        types = {}
+        for name in ("index.html", "a.mjs", "b.js", "c.wasm"):
+            with urlopen(f"http://127.0.0.1:{port}/{name}", timeout=10) as answer:
+                types[name] = answer.headers["Content-Type"]
+        with pytest.raises(RetreeverError, match=r"^port: expected a free port"):
+            page_server(tmp_path, port)
+        server.shutdown()
+    script = "text/javascript"
+    assert types == {"index.html": "text/html", "a.mjs": script, "b.js": script, "c.wasm": "application/wasm"}
+
+
+def test_a_runtime_that_is_not_the_one_known_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "package" / "dist"
+    folder.mkdir(parents=True)
+    for name in FILES:
+        (folder / name).write_text("something else")
+    with tarfile.open(tmp_path / "runtime.tgz", "w:gz") as archive:
+        archive.add(tmp_path / "package", "package")
+    for source in (folder, tmp_path / "package", tmp_path / "runtime.tgz"):
+        with pytest.raises(DataError, match="expected sha256"):
+            vendor(tmp_path / "out", source)
+    (folder / next(iter(FILES))).unlink()
+    with pytest.raises(RetreeverError, match=r"^runtime: expected a folder with"):
+        vendor(tmp_path / "out", folder)
+    with pytest.raises(DataError, match="as npm packs it"):
+        vendor(tmp_path / "out", tmp_path / "none.tgz")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_npm_the_command_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["page", "--out", str(tmp_path / "page")]) == 2
+    assert "page: needs npm to fetch onnxruntime-web" in capsys.readouterr().err
