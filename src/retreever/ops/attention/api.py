@@ -31,7 +31,7 @@ def attention(
     """Attention over the real tokens of every row; a row without any gives NaN, as in torch."""
     if q.shape[1] * keys.shape[1] <= FEW:
         return attend_few(q, keys, values, mask, dropout)
-    if impl == "reference":
+    if impl == "reference" or transformed():  # the fused one has no batching rule on a CPU
         return attention_reference(q, keys, values, mask, dropout)
     if choose("attention", impl, q) == "triton" and _trains(q, keys, values, dropout):
         from retreever.ops.attention.launch_triton import attention_triton
