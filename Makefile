@@ -1,13 +1,14 @@
 # Two commands do everything on a machine with Python 3.11+, make and pip:
 #   make demo    train three models on the copy task and show what came out (1 to 2 minutes on 2 cores)
 #   make test    lint, types, tests
+#   make docs    build the documentation site in build/site; warnings are errors
 # On a machine with an NVIDIA GPU, `make test-gpu` runs the tests that need one.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu docs lint clean
 
 demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
@@ -17,6 +18,10 @@ test: $(INSTALLED) lint
 
 test-gpu: $(INSTALLED)  # the tests marked gpu, on a machine that has one
 	@$(BIN)/python -m pytest -m gpu -n 4
+
+docs: $(INSTALLED)
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . build/site
+	@echo "written: build/site/index.html"
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
@@ -31,4 +36,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs build docs/api/names .pytest_cache .mypy_cache .ruff_cache
