@@ -23,10 +23,12 @@ from tyro.conf import subcommand as named
 from retreever.errors import ConfigError, RetreeverError, one_line
 from retreever.lab.bench.options import (
     AttentionBench,
+    BanditBench,
     BudgetsBench,
     BuildBench,
     MemoryBench,
     ModelsBench,
+    OptimiseBench,
     RivalsBench,
     SeriesBench,
     TrainBench,
@@ -71,10 +73,12 @@ class Bench:
 
     what: (
         Annotated[AttentionBench, named("attention", prefix_name=False)]
+        | Annotated[BanditBench, named("bandit", prefix_name=False)]
         | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
+        | Annotated[OptimiseBench, named("optimise", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
         | Annotated[SeriesBench, named("series", prefix_name=False)]
         | Annotated[TrainBench, named("train", prefix_name=False)]

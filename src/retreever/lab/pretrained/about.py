@@ -59,5 +59,13 @@ ABOUT = {
         "are trained on, so its accuracy is not one to expect on new recordings; not for monitoring people.",
         DATASETS["person_activity"].terms,
     ),
+    "wheel": About(
+        "Wheel bandit: rewards of five arms",
+        "xc (b, n, 2) are contexts in the unit disc, yc (b, n, 5) the rewards of five arms, drawn from N(0, 1) where an "
+        "arm was not played; predictions are a mean and a standard deviation of every arm for each xt (b, m, 2).",
+        "Wheel bandits with rewards of 1.0, 1.2 and 50 alone.",
+        GENERATED,
+        "generated: wheel bandits from the seeds of the task",
+    ),
 }
 NEVER = {"celeba": f"CelebA is for {DATASETS['celeba'].terms}, so nothing trained on it is given on"}
