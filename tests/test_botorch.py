@@ -109,7 +109,10 @@ class TestContextModel(BotorchTestCase):
         for kind in (ReTreever, TransformerCA, CNP):
             network = a_model(kind) if kind is not CNP else CNP(dim=16)
             model = to_botorch(network, x, y)
-            functions = [(LogExpectedImprovement(model, best_f=y.max()), 1), (qUpperConfidenceBound(model, beta=0.2), 2)]
+            functions = [
+                (LogExpectedImprovement(model, best_f=y.max()), 1),
+                (qUpperConfidenceBound(model, beta=0.2), 2),
+            ]
             if kind is ReTreever:
                 functions.append((qLogExpectedImprovement(model, best_f=y.max()), 2))
             for function, q in functions:

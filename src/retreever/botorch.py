@@ -30,8 +30,8 @@ except ImportError as error:
 
 def to_botorch(
     model: Model,
-    train_X: Float[Tensor, "*batch n d"],  # noqa: N803 - the names of BoTorch
-    train_Y: Float[Tensor, "*batch n m"],  # noqa: N803
+    train_X: Float[Tensor, "*batch n d"],
+    train_Y: Float[Tensor, "*batch n m"],
     outcome_transform: Any | None = None,
 ) -> ContextModel:
     """A BoTorch model that predicts with `model` from the observations (train_X, train_Y).
@@ -62,8 +62,8 @@ class ContextModel(BotorchModel, FantasizeMixin):
     def __init__(
         self,
         model: Model,
-        train_X: Float[Tensor, "*batch n d"],  # noqa: N803
-        train_Y: Float[Tensor, "*batch n m"],  # noqa: N803
+        train_X: Float[Tensor, "*batch n d"],
+        train_Y: Float[Tensor, "*batch n m"],
         outcome_transform: Any | None = None,
     ) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class ContextModel(BotorchModel, FantasizeMixin):
         self.train_targets = train_Y
         if outcome_transform is not None:
             self.outcome_transform = outcome_transform.train()
-            train_Y = outcome_transform(train_Y)[0]  # noqa: N806
+            train_Y = outcome_transform(train_Y)[0]
             outcome_transform.eval()
         self._values = train_Y
         self._memory: Any = None
@@ -90,7 +90,7 @@ class ContextModel(BotorchModel, FantasizeMixin):
 
     def posterior(
         self,
-        X: Float[Tensor, "*batch q d"],  # noqa: N803
+        X: Float[Tensor, "*batch q d"],
         output_indices: list[int] | None = None,
         observation_noise: bool | Tensor = False,
         posterior_transform: Any | None = None,
@@ -108,8 +108,8 @@ class ContextModel(BotorchModel, FantasizeMixin):
 
     def condition_on_observations(
         self,
-        X: Float[Tensor, "*batch k d"],  # noqa: N803
-        Y: Float[Tensor, "*more k m"],  # noqa: N803
+        X: Float[Tensor, "*batch k d"],
+        Y: Float[Tensor, "*more k m"],
         **_: Any,
     ) -> ContextModel:
         """The model with further observations; batch shapes are broadcast, as those of fantasies."""

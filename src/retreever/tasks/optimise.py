@@ -1,7 +1,7 @@
 """Bayesian optimisation in one dimension, as the literature of neural processes does it.
 
-Functions are draws of a Gaussian process on a grid. Starting at one random point, each step evaluates the function where
-the expected improvement over the smallest value seen is largest, under the predictions of a model.
+Functions are draws of a Gaussian process on a grid. Starting at one random point, each step evaluates the function
+where the expected improvement over the smallest value seen is largest, under the predictions of a model.
 """
 
 from __future__ import annotations

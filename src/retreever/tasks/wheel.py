@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -71,7 +71,7 @@ class WheelTask:
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
         """`size` fresh problems."""
         check_int("size", size, 1)
-        where = {"generator": generator, "device": generator.device}
+        where: dict[str, Any] = {"generator": generator, "device": generator.device}
         x = points_in_disc(size, self.context + TARGETS, generator)
         y = draw_rewards(mean_rewards(x, torch.rand(size, 1, **where)), generator)
         xc, yc = x[:, : self.context], y[:, : self.context]

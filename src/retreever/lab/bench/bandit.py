@@ -27,7 +27,7 @@ def measure(options: BanditBench) -> None:
     check_int("window", options.window, 0)
     if not options.runs:
         reject("runs", "folders of runs of the wheel task (retreever train wheel)", "none")
-    run = Run.start("bandit", replace(options, dtype="float32"))
+    run = Run.start("bandit", replace(options, dtype="float32", runs=()))
     players: dict[str, Model] = {}
     for path in options.runs:
         recipe, model, _ = load_run(path)
