@@ -95,7 +95,7 @@ class ContextModel(BotorchModel, FantasizeMixin):
         observation_noise: bool | Tensor = False,
         posterior_transform: Any | None = None,
     ) -> Posterior:
-        """Independent normals at the points `X`, as (*batch, q, m)."""
+        """Independent normals at the points `X`: q points and m outputs for every element of the batch."""
         mean, variance = self._moments(X)
         found: Posterior = GPyTorchPosterior(_normal(mean, variance))
         if hasattr(self, "outcome_transform"):
