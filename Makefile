@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python 3.11+, make and pip:
 #   make demo    train three models on the copy task and show what came out (1 to 2 minutes on 2 cores)
 #   make test    lint, types, tests
+#   make docs    build the documentation site in build/site; warnings are errors
 # On a machine with an NVIDIA GPU, `make test-gpu` runs the tests that need one.
 # `make test-slow` runs what takes minutes: compiled exports, and the live page in a browser. It needs npm and Chromium
 # (Debian: apt-get install chromium npm; or .venv/bin/playwright install chromium) and skips the page without them.
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-gpu test-slow lint clean
+.PHONY: demo test test-gpu test-slow docs lint clean
 
 demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
@@ -24,6 +25,10 @@ test-slow: $(INSTALLED)
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs
 
+docs: $(INSTALLED)
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . build/site
+	@echo "written: build/site/index.html"
+
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -37,4 +42,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs build docs/api/names .pytest_cache .mypy_cache .ruff_cache

@@ -22,7 +22,7 @@ GROUPS = (
     "data", "tasks", "nn", "tree", "sharded",
     "results", "attention_inputs", "attention_build", "attention_search", "growing_inputs", "growing",
     "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "models", "deploy", "train", "pretrained", "lab", "cli",
+    "detours", "objective", "models", "deploy", "botorch", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -38,7 +38,7 @@ def fresh_python(code: str) -> str:
 
 def test_importing_loads_no_optional_dependency() -> None:
     """Not even when every public name is used."""
-    heavy = ("triton", "numba", "matplotlib", "rich", "tyro", "PIL", "sklearn")
+    heavy = ("triton", "numba", "matplotlib", "rich", "tyro", "PIL", "sklearn", "botorch", "gpytorch")
     code = f"""
 import sys, retreever
 assert all(hasattr(retreever, name) for name in retreever.__all__)

@@ -26,6 +26,9 @@ from retreever.checks import (
 class Batch:
     """b tasks at once. Values are floats (b, n, dy) or, for symbols and classes, integers (b, n).
 
+    Raw tokens have no values: they are `xc`, and `yc` has width 0 (`tokens[..., :0]`); queries `xt` may be of another
+    width.
+
     Attributes:
         xc: where the context points are.
         yc: their values.
@@ -76,7 +79,8 @@ class Batch:
         check_points("xt", self.xt, "yt", yt, self.target_mask, "target_mask", axis="m")
         if self.output_mask is not None:
             self._check_any_known(self.output_mask)
-        if self.xt.shape[0] != self.xc.shape[0] or self.xt.shape[2] != self.xc.shape[2]:
+        raw = self.yc.dim() == 3 and self.yc.shape[2] == 0
+        if self.xt.shape[0] != self.xc.shape[0] or (self.xt.shape[2] != self.xc.shape[2] and not raw):
             reject("xt", f"shape (b={self.xc.shape[0]}, m, dx={self.xc.shape[2]})", tuple(self.xt.shape))
         check_same("xt", self.xt, "xc", self.xc)
         return self

@@ -25,12 +25,16 @@ def check_tensor(argument: str, value: object, shape: str, **sizes: int) -> None
     if value.layout != torch.strided or value.is_complex():
         reject(argument, "a dense tensor of real numbers", f"{value.dtype} {value.layout}".replace("torch.", ""))
     axes = shape.split()
-    want = "(" + ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes) + ")"
     if value.dim() != len(axes):
-        reject(argument, f"shape {want}", f"{value.dim()} axes {tuple(value.shape)}")
+        reject(argument, _wanted(axes, sizes), f"{value.dim()} axes {tuple(value.shape)}")
     for axis, length in zip(axes, value.shape, strict=True):
         if axis in sizes and sizes[axis] != length:
-            reject(argument, f"shape {want}", tuple(value.shape))
+            reject(argument, _wanted(axes, sizes), tuple(value.shape))
+
+
+def _wanted(axes: list[str], sizes: dict[str, int]) -> str:
+    """Called when a shape is refused only: written out, a size would be a constant of a compiled graph."""
+    return "shape (" + ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes) + ")"
 
 
 def check_float(argument: str, value: Tensor) -> None:
@@ -68,8 +72,8 @@ def check_like_weights(argument: str, value: Tensor, module: nn.Module) -> None:
 
 
 def values_readable(tensor: Tensor) -> bool:
-    """Whether values can be read: not while compiling, tracing shapes or capturing a CUDA graph."""
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    """Whether values can be read: not while compiling, tracing shapes, under vmap or capturing a CUDA graph."""
+    if torch.compiler.is_compiling() or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -23,13 +23,15 @@ from tyro.conf import subcommand as named
 from retreever.errors import ConfigError, RetreeverError, one_line
 from retreever.lab.bench.options import (
     AttentionBench,
+    BanditBench,
     BudgetsBench,
     BuildBench,
     EncodeBench,
-    GrowBench,
     ExportBench,
+    GrowBench,
     MemoryBench,
     ModelsBench,
+    OptimiseBench,
     RivalsBench,
     ScaleBench,
     SeriesBench,
@@ -78,6 +80,7 @@ class Bench:
 
     what: (
         Annotated[AttentionBench, named("attention", prefix_name=False)]
+        | Annotated[BanditBench, named("bandit", prefix_name=False)]
         | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
         | Annotated[EncodeBench, named("encode", prefix_name=False)]
@@ -85,6 +88,7 @@ class Bench:
         | Annotated[ExportBench, named("export", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
+        | Annotated[OptimiseBench, named("optimise", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]
         | Annotated[ScaleBench, named("scale", prefix_name=False)]
         | Annotated[SeriesBench, named("series", prefix_name=False)]

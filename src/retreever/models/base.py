@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
-from torch.distributions import Distribution
+from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import reject
 from retreever.batch import Batch, check_points, without_padding
 from retreever.checks import check_finite, check_float, check_like_weights, check_tensor, values_readable
 from retreever.models.config import AnyConfig
-from retreever.nn.embed import PointEmbed, SequenceEmbed
+from retreever.nn.embed import PointEmbed, SequenceEmbed, TokenEmbed
 from retreever.nn.heads import AnyHead
 from retreever.objective import Loss, masked_mean
 
@@ -26,18 +26,34 @@ Contexts = Float[Tensor, "b n dx"]
 Values = Shaped[Tensor, "b n *dy"]
 Targets = Float[Tensor, "b m dx"]
 Mask = Bool[Tensor, "b n"] | None
+Tokens = Float[Tensor, "b n c"]
+Queries = Float[Tensor, "b m q"]
 
 
 class Model(nn.Module, ABC):
     """A model with an embedding, a head, and `_encode` and `_answer`, which subclasses define."""
 
     config: AnyConfig
-    embed: PointEmbed | SequenceEmbed
+    embed: PointEmbed | SequenceEmbed | TokenEmbed
     head: AnyHead
     memory: ClassVar[Any]  # the type that `encode` returns
 
+    def forward(self, tokens: Tokens, queries: Queries, mask: Mask = None) -> Float[Tensor, "b m out"]:
+        """Logits, or means, for raw `queries` about raw `tokens`; `mask` is True where a token is real.
+
+        For models with `inputs="tokens"`; the others take points, by `predict`.
+        """
+        if self.config.inputs != "tokens":
+            reject("inputs", "'tokens' to call the model; use predict(xc, yc, xt)", repr(self.config.inputs))
+        check_tensor("tokens", tokens, "b n c", c=self.config.dim_y)
+        dist = self.predict(tokens, tokens[..., :0], queries, mask)
+        return dist.logits if isinstance(dist, Categorical) else dist.mean
+
     def encode(self, xc: Contexts, yc: Values, mask: Mask = None) -> Any:
-        """Prepare context points (xc, yc) for any number of calls of `answer`. `mask` is True at real points."""
+        """Prepare context points (xc, yc) for any number of calls of `answer`. `mask` is True at real points.
+
+        Raw tokens are `xc`; they have no values, so `yc` is `tokens[..., :0]`.
+        """
         check_context(self, xc, yc, mask)
         return self._encode(without_padding(xc, mask), without_padding(yc, mask), mask)
 
@@ -81,12 +97,13 @@ def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, che
     config = model.config
     if not checked:
         check_points("xc", xc, "yc", yc, mask)
-    check_tensor("xc", xc, "b n dx", dx=_coordinates(config))
+    tokens = config.inputs == "tokens"
+    check_tensor("xc", xc, "b n dx", dx=config.dim_y if tokens else _coordinates(config))
     check_like_weights("xc", xc, model)
     if config.inputs == "sequence":
-        _check_classes("yc", yc, f"integers (b={xc.shape[0]}, n={xc.shape[1]})", config.dim_y, mask)
+        _check_classes("yc", yc, "n", xc, config.dim_y, mask)
     else:
-        check_tensor("yc", yc, "b n dy", dy=config.dim_y)
+        check_tensor("yc", yc, "b n dy", dy=0 if tokens else config.dim_y)
         check_float("yc", yc)
 
 
@@ -116,9 +133,9 @@ def take_batch(model: Model, batch: Batch) -> Batch:
     batch.validate()
     config = model.config
     check_context(model, batch.xc, batch.yc, batch.context_mask, checked=True)
+    check_tensor("xt", batch.xt, "b m dx", dx=_coordinates(config))
     if config.head == "categorical":
-        shape = f"integers (b={batch.xt.shape[0]}, m={batch.xt.shape[1]})"
-        _check_classes("yt", batch.yt, shape, config.out, batch.target_mask)
+        _check_classes("yt", batch.yt, "m", batch.xt, config.out, batch.target_mask)
     else:
         check_tensor("yt", batch.yt, "b m dy", dy=config.out)
         check_float("yt", batch.yt)
@@ -133,11 +150,12 @@ def _coordinates(config: AnyConfig) -> int:
     return 1 if config.inputs == "sequence" else config.dim_x
 
 
-def _check_classes(argument: str, y: Tensor, shape: str, count: int, mask: Tensor | None) -> None:
-    """`y` must hold integers of that shape, from 0 to count - 1 wherever `mask` is True."""
-    if y.dim() != 2:
-        reject(argument, shape, tuple(y.shape))
-    if y.dtype != torch.int64:
+def _check_classes(argument: str, y: Tensor, axis: str, x: Tensor, count: int, mask: Tensor | None) -> None:
+    """`y` must hold an integer for every point `x`, from 0 to count - 1 wherever `mask` is True."""
+    if y.dim() != 2 or y.dtype != torch.int64:
+        shape = f"integers (b={x.shape[0]}, {axis}={x.shape[1]})"
+        if y.dim() != 2:
+            reject(argument, shape, tuple(y.shape))
         reject(argument, f"{shape} of dtype torch.int64", y.dtype)
     if not values_readable(y):
         return

@@ -11,12 +11,13 @@ from torch import nn
 from retreever.arguments import check_choice, check_int, check_number, reject
 from retreever.errors import ConfigError
 from retreever.nn.blocks import RESIDUALS, Residual
-from retreever.nn.embed import PointEmbed, SequenceEmbed
+from retreever.nn.embed import PointEmbed, SequenceEmbed, TokenEmbed
 from retreever.nn.encoders import Encoder, make_encoder
 from retreever.nn.heads import AnyHead, Head, make_head
 from retreever.ops.backend import IMPLS, Impl
 
-Inputs = Literal["points", "sequence"]
+Inputs = Literal["points", "sequence", "tokens"]
+INPUTS: tuple[Inputs, ...] = ("points", "sequence", "tokens")
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class AnyConfig:
     """Settings that every model has.
 
     Attributes:
-        dim_x: coordinates per point.
-        dim_y: values per context point; for sequences the number of symbols.
+        dim_x: coordinates per point; for tokens the width of a query.
+        dim_y: values per context point; for sequences the number of symbols, for tokens their width.
         outputs: values predicted per query, or classes; 0 means `dim_y`.
-        inputs: "points" are (x, y) pairs; "sequence" is symbols at positions.
+        inputs: "points" are (x, y) pairs; "sequence" is symbols at positions; "tokens" are vectors without coordinates,
+            asked by queries that are vectors too.
         head: "gaussian", "bounded" (std at least 0.05), "floored" (at least 0.1), "categorical" or "point".
         dim: width of all tokens.
         heads: attention heads.
@@ -47,7 +49,7 @@ class AnyConfig:
         for name in ("dim_x", "dim_y", "dim", "heads"):
             check_int(name, getattr(self, name), 1)
         check_int("outputs", self.outputs, 0)
-        check_choice("inputs", self.inputs, ("points", "sequence"))
+        check_choice("inputs", self.inputs, INPUTS)
         check_choice("impl", self.impl, IMPLS)
 
     @property
@@ -109,8 +111,10 @@ def resolve(kind: type[C], config: C | None, fields: dict[str, Any]) -> C:
     return kind(**fields)
 
 
-def embedding(config: ModelConfig) -> PointEmbed | SequenceEmbed:
+def embedding(config: ModelConfig) -> PointEmbed | SequenceEmbed | TokenEmbed:
     """Embedding of context and queries."""
+    if config.inputs == "tokens":
+        return TokenEmbed(config.dim_y, config.dim_x, config.dim)
     if config.inputs == "sequence":
         return SequenceEmbed(config.dim_y, config.dim, config.hidden, config.dropout)
     return PointEmbed(config.dim_x, config.dim_y, config.dim)

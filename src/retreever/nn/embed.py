@@ -29,6 +29,23 @@ class PointEmbed(nn.Module):
         return self.of_query(x)
 
 
+class TokenEmbed(nn.Module):
+    """Raw tokens and raw queries, each by one linear layer; values are not used."""
+
+    def __init__(self, width: int, query_width: int, dim: int) -> None:
+        super().__init__()
+        self.of_context = nn.Linear(width, dim)
+        self.of_query = nn.Linear(query_width, dim)
+
+    def context(self, x: Float[Tensor, "b n c"], y: Float[Tensor, "b n 0"]) -> Float[Tensor, "b n d"]:
+        """Tokens of width d."""
+        return self.of_context(x)
+
+    def query(self, x: Float[Tensor, "b m q"]) -> Float[Tensor, "b m d"]:
+        """Queries of width d."""
+        return self.of_query(x)
+
+
 class SequenceEmbed(nn.Module):
     """Symbols at positions: context is symbol and position, a query is a position alone (copy task).
 

@@ -291,3 +291,37 @@ class SeriesBench(BenchOptions):
     """Folder that holds the datasets."""
 
     name: ClassVar[str] = "series"
+
+
+@dataclass(frozen=True)
+class OptimiseBench(BenchOptions):
+    """Bayesian optimisation in one dimension: evaluations that models and Gaussian processes need."""
+
+    functions: int = 100
+    """Functions of every kernel."""
+    steps: int = 45
+    """Steps after the first, random point."""
+    kernels: tuple[Literal["rbf", "matern", "periodic"], ...] = ("rbf", "matern", "periodic")
+    """Kernels of the functions; the weights in the package were trained on rbf."""
+    runs: tuple[Path, ...] = ()
+    """Folders of runs of GP regression to compare as well."""
+
+    name: ClassVar[str] = "optimise"
+
+
+@dataclass(frozen=True)
+class BanditBench(BenchOptions):
+    """The wheel bandit: regret of trained models, in % of uniform play."""
+
+    runs: tuple[Path, ...] = ()
+    """Folders of runs of the wheel task (retreever train wheel)."""
+    deltas: tuple[float, ...] = (0.7, 0.9, 0.95, 0.99, 0.995)
+    """Radii outside of which the arm of a quadrant pays most."""
+    steps: int = 2000
+    """Arms every player plays."""
+    players: int = 50
+    """Players of every model; they see the same contexts in different orders."""
+    window: int = 512
+    """Plays a model is given, the last ones; as many as it was trained with. 0 gives all."""
+
+    name: ClassVar[str] = "bandit"

@@ -29,6 +29,10 @@ DEFAULTS: dict[str, Values] = {
         "order": "given", "reward": "accuracy", "dropout": 0.1,
         "steps": 6_000, "batch": 64, "lr": 1e-3, "warmup": 500, "evaluate_every": 500, "save_every": 500,
     },
+    "wheel": {
+        "dim": 16, "layers": 4, "hidden": 64, "steps": 100_000, "batch": 8, "lr": 5e-4, "warmup": 1_000,
+        "evaluate_every": 5_000, "save_every": 5_000,
+    },
 }  # fmt: skip
 
 _PUBLISHED: Values = {"gate": "open", "detours": 0.0, "residual": "normalised", "warmup": 0, "lr": 5e-4}
@@ -40,6 +44,7 @@ PUBLISHED: dict[str, Values] = {
     "emnist": _IMAGES | {"steps": 48_000, "order": "axis", "axis": 0},
     "celeba": _IMAGES | {"steps": 365_400, "order": "axis", "axis": 1},
     "activity": _PUBLISHED | {"steps": 17_000, "batch": 256, "clip": 0.0, "dropout": 0.0},
+    "wheel": _PUBLISHED,
 }
 
 _QUICK_IMAGES: Values = {
@@ -57,6 +62,7 @@ QUICK: dict[str, Values] = {
         "steps": 400, "batch": 32, "warmup": 40, "layers": 2, "evaluate_every": 100, "save_every": 400,
         "dropout": 0.0,
     },
+    "wheel": {"steps": 300, "warmup": 30, "layers": 2, "evaluate_every": 100, "save_every": 300},
 }  # fmt: skip
 
 

@@ -184,5 +184,24 @@ class ActivitySettings(TaskSettings):
         return ActivityTask(find_data("person_activity", data), self.split)
 
 
-_KINDS: tuple[type[TaskSettings], ...] = (CopySettings, GPSettings, EmnistSettings, CelebASettings, ActivitySettings)
+@dataclass(frozen=True)
+class WheelSettings(TaskSettings):
+    """Rewards of the five arms of wheel bandits; `retreever bench bandit` lets trained models play."""
+
+    name: ClassVar[str] = "wheel"
+    models: ClassVar[tuple[str, ...]] = POINT_MODELS + NEURAL_PROCESSES
+    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 5, "head": "floored"}
+    depths: ClassVar[dict[str, int]] = {"pre_depth": 5, "post_depth": 3, "value_depth": 5, "key_depth": 3}
+    context: ClassVar[int] = 512
+
+    def make(self, data: Path | None, preset: str = "default") -> Any:
+        """Problems of random radii."""
+        from retreever.tasks.wheel import WheelTask
+
+        return WheelTask()
+
+
+_KINDS: tuple[type[TaskSettings], ...] = (
+    CopySettings, GPSettings, EmnistSettings, CelebASettings, ActivitySettings, WheelSettings,
+)  # fmt: skip
 TASKS: dict[str, type[TaskSettings]] = {kind.name: kind for kind in _KINDS}

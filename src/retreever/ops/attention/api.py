@@ -32,7 +32,7 @@ def attention(
     pairs = q.shape[1] * keys.shape[1]
     if isinstance(pairs, int) and pairs <= FEW:  # not where an exported program takes any number of queries
         return attend_few(q, keys, values, mask, dropout)
-    if impl == "reference":
+    if impl == "reference" or transformed():  # the fused one has no batching rule on a CPU
         return attention_reference(q, keys, values, mask, dropout)
     if choose("attention", impl, q) == "triton" and _trains(q, keys, values, dropout):
         from retreever.ops.attention.launch_triton import attention_triton

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from retreever.ops.attention.kernels_triton import KEYS, LOG2E, QUERIES, attend, key_value_gradient, query_gradient
+from retreever.ops.gradients import refuse_second_derivatives
 from retreever.ops.launching_triton import on_device_of, precision
 
 
@@ -73,6 +74,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(_backward, "triton")
 
 
 def _dense(*tensors: Tensor | None) -> tuple[Any, ...]:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from retreever.arguments import check_bool, check_int, reject
 from retreever.checks import check_float, check_mask, check_same, check_tensor
+from retreever.errors import BackendError
 from retreever.ops.attention.api import attention
-from retreever.ops.backend import Impl, choose
+from retreever.ops.backend import Impl, choose, transformed
 from retreever.ops.frontier.api import read_all, read_budget
 from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.reference import search_reference
@@ -128,6 +129,10 @@ def search(inputs: SearchInputs, impl: Impl, budget: int | None = None, lse: boo
 
 def _walk(inputs: SearchInputs, impl: Impl) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     name = choose("search", impl, inputs.q)
+    if name != "reference" and transformed():
+        if impl != "auto":
+            raise BackendError(f"impl='{impl}' cannot run under torch.func transforms; impl='reference' can")
+        name = "reference"
     backend = _BACKENDS.get(name) or _load(name)
     return backend(inputs)
 

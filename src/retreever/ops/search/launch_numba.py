@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retreever.ops.gradients import refuse_second_derivatives
 from retreever.ops.search.backward_numba import backward_nodes, backward_scores
 from retreever.ops.search.forward_numba import forward
 from retreever.ops.search.inputs import SearchInputs
@@ -235,6 +236,7 @@ def _gradients(backward: Callable[..., Any], ctx: Any, *grads: Tensor | None) ->
 
 
 _forward_op.register_autograd(partial(_gradients, _backward_op), setup_context=_setup)
+refuse_second_derivatives(_backward_op, "numba")
 
 
 class _Direct(torch.autograd.Function):
@@ -248,5 +250,5 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # With create_graph call the op: it has no derivative, and autograd raises an error when one is requested.
+        # With create_graph call the op, which raises an error when its derivative is requested.
         return _gradients(_backward_op if torch.is_grad_enabled() else _backward, ctx, *grads)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retreever.ops.gradients import needs_gradient
+from retreever.ops.gradients import needs_gradient, refuse_second_derivatives
 from retreever.ops.launching_triton import Launcher, on_device_of
 from retreever.ops.search import backward_triton as gradients
 from retreever.ops.search import forward_triton as kernels
@@ -95,6 +95,7 @@ def _differentiate(
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+refuse_second_derivatives(_backward, "triton")
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:

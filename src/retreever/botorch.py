@@ -1,0 +1,181 @@
+"""Models of this package as BoTorch models: `to_botorch(model, train_X, train_Y)`. Needs the extra `botorch`.
+
+A trained model needs no fitting: observations are its context, and conditioning on more of them adds to it.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retreever.arguments import reject
+from retreever.checks import check_float, check_tensor
+from retreever.errors import BackendError
+from retreever.models.base import Model
+
+try:
+    from botorch.models.model import FantasizeMixin
+    from botorch.models.model import Model as BotorchModel
+    from botorch.posteriors import GPyTorchPosterior, Posterior
+    from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+    from linear_operator.operators import DiagLinearOperator
+except ImportError as error:
+    raise BackendError(f"botorch: expected the extra botorch (pip install 'retreever[botorch]'), got {error}") from None
+
+
+def to_botorch(
+    model: Model,
+    train_X: Float[Tensor, "*batch n d"],
+    train_Y: Float[Tensor, "*batch n m"],
+    outcome_transform: Any | None = None,
+) -> ContextModel:
+    """A BoTorch model that predicts with `model` from the observations (train_X, train_Y).
+
+    `posterior`, batches, `condition_on_observations`, `fantasize`, acquisition functions and `optimize_acqf` work.
+    Points are predicted independently of each other: the joint posterior of a q-batch has a diagonal covariance. The
+    standard deviation is that of an observation, noise included, whatever `observation_noise` says.
+
+    Args:
+        model: a trained model of points with a Gaussian head, for example `load_pretrained("gp")`.
+        train_X: where observations were made, on the scale the model was trained on (-2 to 2 for "gp").
+        train_Y: what was observed.
+        outcome_transform: of BoTorch, applied to train_Y and undone in the posterior; `Standardize` brings observations
+            to the scale the model was trained on.
+    """
+    _check(model, train_X, train_Y)
+    return ContextModel(deepcopy(model), train_X, train_Y, outcome_transform)  # BoTorch changes its dtype
+
+
+class ContextModel(BotorchModel, FantasizeMixin):
+    """The BoTorch model that `to_botorch` returns, with the same arguments, which it does not check.
+
+    The context is encoded when it is first needed, in the dtype of the weights; results have the dtype of the inputs.
+    """
+
+    likelihood = None  # noise is part of the predictions
+
+    def __init__(
+        self,
+        model: Model,
+        train_X: Float[Tensor, "*batch n d"],
+        train_Y: Float[Tensor, "*batch n m"],
+        outcome_transform: Any | None = None,
+    ) -> None:
+        super().__init__()
+        self.predictor = model.eval()
+        self.train_inputs = (train_X,)
+        self.train_targets = train_Y
+        if outcome_transform is not None:
+            self.outcome_transform = outcome_transform.train()
+            train_Y = outcome_transform(train_Y)[0]
+            outcome_transform.eval()
+        self._values = train_Y
+        self._memory: Any = None
+        self._encoded_as: tuple[torch.dtype, torch.device] | None = None
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Batch shape of the observations."""
+        return self.train_inputs[0].shape[:-2]
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the model."""
+        return self.train_targets.shape[-1]
+
+    def posterior(
+        self,
+        X: Float[Tensor, "*batch q d"],
+        output_indices: list[int] | None = None,
+        observation_noise: bool | Tensor = False,
+        posterior_transform: Any | None = None,
+    ) -> Posterior:
+        """Independent normals at the points `X`: q points and m outputs for every element of the batch."""
+        mean, variance = self._moments(X)
+        found: Posterior = GPyTorchPosterior(_normal(mean, variance))
+        if hasattr(self, "outcome_transform"):
+            found = self.outcome_transform.untransform_posterior(found)
+        if output_indices is not None:
+            if hasattr(self, "outcome_transform"):
+                mean, variance = found.mean, found.variance
+            found = GPyTorchPosterior(_normal(mean[..., output_indices], variance[..., output_indices]))
+        return found if posterior_transform is None else posterior_transform(found)
+
+    def condition_on_observations(
+        self,
+        X: Float[Tensor, "*batch k d"],
+        Y: Float[Tensor, "*more k m"],
+        **_: Any,
+    ) -> ContextModel:
+        """The model with further observations; batch shapes are broadcast, as those of fantasies."""
+        old_x, old_y = self.train_inputs[0], self.train_targets
+        batch = torch.broadcast_shapes(X.shape[:-2], Y.shape[:-2], self.batch_shape)
+        x, y = (
+            torch.cat([part.expand(*batch, *part.shape[-2:]) for part in parts], dim=-2)
+            for parts in ((old_x, X), (old_y, Y))
+        )
+        more = ContextModel(self.predictor, x, y)
+        if hasattr(self, "outcome_transform"):  # as it was fitted: fantasies must not change the scale
+            more.outcome_transform = self.outcome_transform
+            more._values = self.outcome_transform(y)[0]
+        return more
+
+    def _moments(self, x: Float[Tensor, "*batch q d"]) -> tuple[Tensor, Tensor]:
+        """Means and variances (*batch, q, m). All points of a context are answered in one call."""
+        batch = torch.broadcast_shapes(x.shape[:-2], self.batch_shape)
+        q, d = x.shape[-2:]
+        contexts = len(self.batch_shape)
+        own = batch[len(batch) - contexts :]
+        others = math.prod(batch[: len(batch) - contexts])
+        rows = math.prod(own)
+        # (others, rows, q, d) -> (rows, others * q, d): the axis of contexts first
+        queries = x.expand(*batch, q, d).reshape(others, rows, q, d).transpose(0, 1).reshape(rows, others * q, d)
+        weight = next(self.predictor.parameters())
+        dist = self.predictor.answer(self._encoded(own), queries.to(weight))
+        moments = (dist.mean, dist.variance)
+        mean, variance = (
+            part.to(x).reshape(rows, others, q, -1).transpose(0, 1).reshape(*batch, q, -1) for part in moments
+        )
+        return mean, variance
+
+    def _encoded(self, batch: torch.Size) -> Any:
+        """The prepared contexts, one per element of `batch`; kept if that is the batch shape of the observations."""
+        weight = next(self.predictor.parameters())
+        if batch == self.batch_shape and self._encoded_as == (weight.dtype, weight.device):
+            return self._memory
+        x, y = self.train_inputs[0], self._values
+        n = x.shape[-2]
+        flat = [part.expand(*batch, *part.shape[-2:]).reshape(-1, n, part.shape[-1]).to(weight) for part in (x, y)]
+        wanted = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+        with torch.set_grad_enabled(wanted):
+            memory = self.predictor.encode(*flat)
+        if batch == self.batch_shape and not wanted:
+            self._memory, self._encoded_as = memory, (weight.dtype, weight.device)
+        return memory
+
+
+def _check(model: Model, x: Tensor, y: Tensor) -> None:
+    if not isinstance(model, Model) or model.config.inputs != "points" or model.config.head == "categorical":
+        reject("model", "a model of points with a Gaussian head", type(model).__name__)
+    for name, value, width in (("train_X", x, model.config.dim_x), ("train_Y", y, model.config.out)):
+        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != width:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            reject(name, f"shape (..., n, {width})", got)
+        check_float(name, value)
+    if x.shape[:-1] != y.shape[:-1]:
+        reject("train_Y", f"shape {(*x.shape[:-1], y.shape[-1])}", tuple(y.shape))
+    check_tensor("train_X", x.reshape(-1, *x.shape[-2:]), "b n d")
+
+
+def _normal(mean: Float[Tensor, "*batch q m"], variance: Float[Tensor, "*batch q m"]) -> MultivariateNormal:
+    """Independent normals; gpytorch takes one output and several in different classes."""
+    normals = [
+        MultivariateNormal(mean[..., index], DiagLinearOperator(variance[..., index]))
+        for index in range(mean.shape[-1])
+    ]
+    return normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)

@@ -1,0 +1,103 @@
+"""The wheel bandit: regret of trained models as players, in % of uniform play."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from retreever.arguments import check_int, reject
+from retreever.lab.bench import figures
+from retreever.lab.bench.machine import describe
+from retreever.lab.bench.options import BanditBench
+from retreever.lab.bench.report import Row, Rows, Run
+from retreever.lab.recipes.command import load_run
+from retreever.lab.tables import Table
+from retreever.models.base import Model
+from retreever.tasks.wheel import ARMS, Game, Regret
+
+
+def measure(options: BanditBench) -> None:
+    """Run the benchmark and write its files. Weights are float32 on every device."""
+    for name in ("steps", "players"):
+        check_int(name, getattr(options, name), 1)
+    check_int("window", options.window, 0)
+    if not options.runs:
+        reject("runs", "folders of runs of the wheel task (retreever train wheel)", "none")
+    run = Run.start("bandit", replace(options, dtype="float32", runs=()))
+    players: dict[str, Model] = {}
+    for path in options.runs:
+        recipe, model, _ = load_run(path)
+        if recipe.task.name != "wheel":
+            reject("runs", "runs of the wheel task", f"{path}, one of {recipe.task.name}")
+        players[path.name] = model.eval().to(run.device)
+    rows: Rows = []
+    for delta in options.deltas:
+        rows.append(row_of("uniform", delta, play_uniform(run, options, delta)))
+        for name, model in players.items():
+            rows.append(row_of(name, delta, play(run, options, model, delta)))
+            print(f"delta {delta:g}, {name}: {rows[-1]['cumulative']:.2f}% of uniform", flush=True)
+    run.publish(rows, [bandit_table(run, options, rows)], partial(draw_bandit, rows), {})
+
+
+@torch.inference_mode()
+def play(run: Run, options: BanditBench, model: Model, delta: float) -> Regret:
+    """First a random arm, then that with the largest mean plus standard deviation, given all plays so far."""
+    game = Game(delta, options.players, options.steps, run.device)
+    game.play(0, game.first)
+    for step in range(1, options.steps):
+        window = slice(max(0, step - options.window) if options.window else 0, step)
+        dist = model.predict(game.x[:, window], game.history[:, window], game.x[:, step : step + 1])
+        optimistic: Tensor = (dist.mean + dist.stddev)[:, 0]
+        game.play(step, optimistic.argmax(dim=1))
+    return game.regret()
+
+
+def play_uniform(run: Run, options: BanditBench, delta: float) -> Regret:
+    """Arms at random, as a check of the scale: about 100%."""
+    game = Game(delta, options.players, options.steps, run.device)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(options.steps):
+        game.play(step, torch.randint(ARMS, (options.players,), generator=generator).to(run.device))
+    return game.regret()
+
+
+def row_of(name: str, delta: float, regret: Regret) -> Row:
+    """Means and standard deviations over players."""
+    values = {"cumulative": regret.cumulative, "late": regret.late}
+    means = {key: float(value.mean()) for key, value in values.items()}
+    spreads = {f"{key}_std": float(value.std(correction=0)) for key, value in values.items()}
+    return {"method": name, "delta": delta, **means, **spreads}
+
+
+def bandit_table(run: Run, options: BanditBench, rows: Rows) -> Table:
+    """One row per player, one column per delta."""
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    found = {(row["method"], row["delta"]): row for row in rows}
+    lines = []
+    for name in names:
+        cells = [found[name, delta] for delta in options.deltas]
+        totals = (f"{cell['cumulative']:.2f} ± {cell['cumulative_std']:.2f}" for cell in cells)
+        lates = (f"{cell['late']:.2f}" for cell in cells)
+        lines.append((name, *totals, *lates))
+    columns = ("player", *(f"δ = {d:g}" for d in options.deltas), *(f"late, {d:g}" for d in options.deltas))
+    window = f"the last {options.window}" if options.window else "all"
+    about = (
+        f"cumulative regret in % of uniform play over {options.steps:,} steps, mean ± standard deviation over "
+        f"{options.players} players; late: over the last quarter of the steps",
+        f"first arm at random, then the largest mean plus standard deviation, given {window} plays before",
+        describe(run.machine),
+    )
+    return Table("Wheel bandit", columns, tuple(lines), about)
+
+
+def draw_bandit(rows: Rows, file: Path) -> Path:
+    """Draw bars of cumulative regret."""
+    groups: dict[str, dict[str, tuple[float, str]]] = {}
+    for row in rows:
+        colour = figures.TREE if "retreever" in row["method"] else figures.FULL
+        groups.setdefault(f"δ = {row['delta']:g}", {})[row["method"]] = (row["cumulative"], colour)
+    return figures.draw_bars(groups, file, "Wheel bandit", "regret in % of uniform play (less is better)")
