@@ -21,7 +21,7 @@ GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
     "data", "tasks", "nn", "tree",
     "results", "attention_inputs", "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "models", "train", "pretrained", "lab", "cli",
+    "detours", "objective", "search_loss", "models", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -179,7 +179,7 @@ def test_the_public_names_are_pinned() -> None:
         "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
         "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TNPD", "TransformerCA", "Tree", "TreeCrossAttention",
         "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-        "load_pretrained", "merge_parts", "tree_attention",
+        "load_pretrained", "merge_parts", "search_with_detours", "tree_attention", "tree_loss",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

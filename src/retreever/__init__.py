@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from retreever.ops.frontier.api import Part, merge_parts
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
+    from retreever.search_loss import search_with_detours, tree_loss
     from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
@@ -47,7 +48,7 @@ __all__ = [
     "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
     "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TransformerCA", "Tree", "TreeCrossAttention",
     "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-    "load_pretrained", "merge_parts", "tree_attention",
+    "load_pretrained", "merge_parts", "search_with_detours", "tree_attention", "tree_loss",
 ]  # fmt: skip
 
 _HOME = {
@@ -77,6 +78,7 @@ _HOME = {
     "ops.frontier.api": ("Part", "merge_parts"),
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
+    "search_loss": ("search_with_detours", "tree_loss"),
     "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),

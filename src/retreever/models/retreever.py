@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention import TreeCrossAttention
 from retreever.attention_inputs import check_budget
 from retreever.batch import Batch
-from retreever.detours import Detours, PerQuery, draw_detours, find_detours
+from retreever.detours import Detours, draw_detours, find_detours
 from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
 from retreever.objective import (
@@ -26,18 +25,15 @@ from retreever.objective import (
     ObjectiveConfig,
     Reward,
     RewardFunction,
-    gate_of,
     masked_mean,
     reward_of,
-    three_term_loss,
 )
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
+from retreever.search_loss import Mean, tree_loss
 from retreever.tree.aggregate import AGGREGATORS, Aggregator
 from retreever.tree.build import Tree, plan_for
 from retreever.tree.order import ORDERS, Order, in_order, leaf_order, permutation_of
 from retreever.tree.plan import TreePlan
-
-Mean = Callable[[Tensor], Tensor]  # over all processes that train together
 
 
 @dataclass(frozen=True)
@@ -213,18 +209,17 @@ class ReTreever(Model):
         mask = batch.target_mask
         if not self.training:  # in evaluation the loss is the task loss alone
             return Loss.only_task(masked_mean(task, mask))
-        gate, weight = self._gates(task, leaves, mask, mean)
-        loss = three_term_loss(
-            self.config.objective,
-            task=task,
-            leaves=leaves,
-            log_prob=found.log_prob,
-            entropy=found.entropy / max(1, memory.plan.depth),
-            reward=reward_of(self.reward, dist, batch.yt).to(task.dtype),
-            full_reward=reward_of(self.reward, full, batch.yt).to(task.dtype),
+        loss = tree_loss(
+            found,
+            task,
+            leaves,
+            reward_of(self.reward, dist, batch.yt),
+            reward_of(self.reward, full, batch.yt),
             mask=mask,
-            gate=gate,
-            detours=self._detours(query, memory, found, draws, weight),
+            config=self.config.objective,
+            chance=math.log(self.config.out) if self.config.head == "categorical" and self.config.out > 1 else None,
+            detours=self._detours(query, memory, found, draws),
+            mean=mean,
         )
         if memory.plan.depth or self.attention.aggregator is None:
             return loss
@@ -244,25 +239,7 @@ class ReTreever(Model):
     def _answer(self, memory: Tree, xt: Targets) -> Distribution:
         return self.head(self.attention(self.embed.query(xt), memory, check=False).output)
 
-    def _detours(
-        self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, draws: Draws, weight: PerQuery | float
-    ) -> Detours | None:
+    def _detours(self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, draws: Draws) -> Detours | None:
         if draws.choices is None:
             return None
-        return find_detours(self.attention.block.start(query)[1], memory, found.path, draws.choices, weight)
-
-    def _gates(
-        self, task: PerQuery, leaves: PerQuery, mask: Tensor | None, mean: Mean | None
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """Weight of the search in the loss, the same in all processes, and weight of a detour of each query.
-
-        A detour is weighted by the progress of its query over all leaves and by that of the search: at chance level,
-        imitating random decisions would make all children equally likely.
-        """
-        objective = self.config.objective
-        if objective.gate == "open" or not objective.lambda_ca or self.config.head != "categorical":
-            return 1.0, 1.0
-        chance = math.log(self.config.out)
-        means = torch.stack([masked_mean(loss.detach(), mask) for loss in (leaves, task)])
-        gate, found = gate_of(means if mean is None else mean(means), chance).unbind()
-        return gate, found * gate_of(leaves, chance)
+        return find_detours(self.attention.block.start(query)[1], memory, found.path, draws.choices, 1.0)
