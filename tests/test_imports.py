@@ -20,8 +20,9 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
     "data", "tasks", "nn", "tree",
-    "results", "attention_inputs", "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "search_loss", "models", "train", "pretrained", "lab", "cli",
+    "results", "attention_inputs", "cross_attention", "masses", "tree_builder", "fidelity", "attention",
+    "tree_multihead", "explanation", "detours", "objective", "search_loss", "models", "train",
+    "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -11,38 +11,31 @@ Both steps check their arguments; `check=False` skips the checks, for models tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
-from retreever.attention_inputs import check_budget, check_context, check_search
-from retreever.batch import without_padding
+from retreever.attention_inputs import check_budget, check_search
 from retreever.cross_attention import Context, CrossAttention, Mask, Query, readout
 from retreever.fidelity import Fidelity, measure
 from retreever.nn.blocks import Residual
 from retreever.nn.multihead import block_arguments, copy_multihead, multihead_arguments
-from retreever.nn.plain import plain_projection
-from retreever.ops.aggregate.api import project, projects
-from retreever.ops.backend import Impl, choose
-from retreever.ops.search.api import TreeAttention, counted_keys, read_leaves, search
+from retreever.ops.backend import Impl
+from retreever.ops.search.api import TreeAttention, read_leaves, search
 from retreever.ops.search.inputs import SearchInputs
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
-from retreever.tree.aggregate import Aggregator, make_aggregator
-from retreever.tree.build import Tree, build_nodes
-from retreever.tree.means import log_counts, mean_tree
-from retreever.tree.order import in_order, permutation_of
+from retreever.tree.aggregate import Aggregator, Correction, make_aggregator
+from retreever.tree.build import Tree
+from retreever.tree_builder import TOKEN_ORDERS, TokenOrder, TreeBuilder
 
-TokenOrder = Literal["given", "keys"]
-TOKEN_ORDERS: tuple[TokenOrder, ...] = ("given", "keys")
 Noise = Float[Tensor, "b m depth"] | None
 Choices = Int[Tensor, "b m depth"] | None
 
 
-class TreeCrossAttention(nn.Module):
+class TreeCrossAttention(TreeBuilder):
     """Cross attention that walks a tree and reads (branch - 1) * depth + one leaf block tokens per query.
 
     The policy that walks the tree is the attention itself: same weights, same scores.
@@ -58,6 +51,9 @@ class TreeCrossAttention(nn.Module):
         detach: cut gradients between tree levels.
         retrieval: "policy" searches; "full" reads all leaves with the same weights (ReTreever-Full).
         budget: how many tokens a query may read, one path at least; None reads one path.
+        correct: nodes are means of keys and values, plus a learned correction from the aggregator's embeddings, which
+            is 0 at first; with it "mean" learns too.
+        mean_levels: lowest levels whose nodes are means, without aggregator or correction: building costs the fewer.
         log_count: add the logarithm of its number of tokens to the score of a node, so that a mean stands for all.
         order: "given" takes tokens in leaf order; "keys" puts tokens with similar keys side by side.
         residual: see `AttentionBlock`; "none" with `hidden=0` is bare attention.
@@ -78,6 +74,8 @@ class TreeCrossAttention(nn.Module):
         detach: bool = False,
         retrieval: Retrieval = "policy",
         budget: int | None = None,
+        correct: bool = False,
+        mean_levels: int = 0,
         log_count: bool = False,
         order: TokenOrder = "given",
         residual: Residual = "pre",
@@ -90,6 +88,8 @@ class TreeCrossAttention(nn.Module):
         check_choice("retrieval", retrieval, RETRIEVALS)
         check_bool("detach", detach)
         check_budget(budget)
+        check_int("mean_levels", mean_levels, 0)
+        check_bool("correct", correct)
         check_bool("log_count", log_count)
         check_choice("order", order, TOKEN_ORDERS)
         self.block = readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
@@ -98,7 +98,8 @@ class TreeCrossAttention(nn.Module):
             reject("heads", f"a divisor of kdim={width}, for the transformer aggregator", heads)
         inner: Residual = "normalised" if residual == "doubled" else "pre" if residual == "none" else residual
         self.aggregator = make_aggregator(aggregator, width, heads, hidden or 2 * width, inner, dropout, impl)
-        self.branch, self.detach = branch, detach
+        self.correction = Correction(width, 2 * dim, 2 * dim) if correct else None
+        self.branch, self.detach, self.mean_levels = branch, detach, mean_levels
         self.retrieval: Retrieval = retrieval
         self.budget, self.log_count = budget, log_count
         self.order: TokenOrder = order
@@ -106,52 +107,46 @@ class TreeCrossAttention(nn.Module):
 
     @classmethod
     def from_multihead(
-        cls, attention: nn.MultiheadAttention, branch: int = 2, *, order: TokenOrder = "keys", budget: int | None = None
+        cls,
+        attention: nn.MultiheadAttention,
+        branch: int = 2,
+        *,
+        order: TokenOrder = "keys",
+        budget: int | None = None,
+        aggregator: Aggregator | nn.Module = "mean",
+        **more: Any,
     ) -> TreeCrossAttention:
         """Read a trained `nn.MultiheadAttention(batch_first=True)` through a tree of means. Nothing has to be trained.
 
         The nodes are means of its keys and values with the log of their counts, so any `budget` approximates it and one
         of all tokens is equal to it; `fidelity` measures how well. The attention has no dropout, since it is also the
         policy. The module is in the mode of `attention`: in training it samples its paths.
+
+        Another `aggregator` than "mean" learns a correction of the means (`correct=True`), which starts at 0; `more`
+        are further settings of the module.
         """
-        module = cls(**multihead_arguments(attention) | {"dropout": 0.0}, **_means(branch, order, budget))
+        arguments = multihead_arguments(attention) | {"dropout": 0.0}
+        module = cls(**arguments, **_means(branch, order, budget, aggregator) | more)
         copy_multihead(attention, module.to(attention.out_proj.weight).block)
         return module.train(attention.training)
 
     @classmethod
     def from_cross_attention(
-        cls, attention: CrossAttention, branch: int = 2, *, order: TokenOrder = "keys", budget: int | None = None
+        cls,
+        attention: CrossAttention,
+        branch: int = 2,
+        *,
+        order: TokenOrder = "keys",
+        budget: int | None = None,
+        aggregator: Aggregator | nn.Module = "mean",
+        **more: Any,
     ) -> TreeCrossAttention:
         """Read a trained `CrossAttention` through a tree of means, as `from_multihead` does."""
         if not isinstance(attention, CrossAttention):
             reject("attention", "a CrossAttention", type(attention).__name__)
-        module = cls(**block_arguments(attention.block), **_means(branch, order, budget))
+        module = cls(**block_arguments(attention.block), **_means(branch, order, budget, aggregator) | more)
         module.to(attention.block.to_out.weight).block.load_state_dict(attention.block.state_dict())
         return module.train(attention.training)
-
-    def build(self, context: Context, mask: Mask = None, *, check: bool = True) -> Tree:
-        """Build the tree over `context`, with keys and values of all nodes.
-
-        `mask` is True where a token is real: the tree is that of the real tokens alone, in their order.
-        """
-        if check:
-            check_context(self, self.block, context, mask)
-        if self.aggregator is None:
-            pair = self._key_values(without_padding(context, mask))
-            (keys, values), mask, order = self._in_leaf_order(pair, pair[0], mask)
-            plan, keys, values, node_mask = mean_tree(keys, values, self.branch, mask)
-            nodes = None
-        else:
-            sorts = self.order == "keys"
-            keys = self._key_values(without_padding(context, mask))[0] if sorts else context
-            (context,), mask, order = self._in_leaf_order((context,), keys, mask)
-            plan, nodes, node_mask = build_nodes(context, self.aggregator, self.branch, mask, self.detach, self.impl)
-            keys, values = self._key_values(nodes)
-        tree = Tree(plan, nodes, node_mask, keys, values, order=order)
-        if not self.log_count:
-            return tree
-        counts = log_counts(plan, node_mask, keys)
-        return replace(tree, log_count=counts, counted=counted_keys(keys, counts))
 
     def forward(
         self,
@@ -220,23 +215,6 @@ class TreeCrossAttention(nn.Module):
         """
         return measure(self, queries, context, mask, budgets, error)
 
-    def _in_leaf_order(
-        self, tokens: Sequence[Tensor], keys: Tensor, mask: Mask
-    ) -> tuple[Sequence[Tensor], Mask, Int[Tensor, "b n"] | None]:
-        """`tokens` (b, n, ...) and mask in leaf order, and that order; it is found from `keys` if the module sorts."""
-        if self.order == "keys":
-            order = permutation_of("principal", keys.detach().flatten(2), mask, self.branch, 0, 0)
-            return [in_order(part, order) for part in tokens], None if mask is None else in_order(mask, order), order
-        return tokens, mask, None if mask is None else permutation_of("given", keys, mask, self.branch, 0, 0)
-
-    def _key_values(self, tokens: Float[Tensor, "b t d"]) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens or nodes; by one kernel where the layers are plain."""
-        if choose("aggregate", self.impl, tokens) != "reference":
-            weights = plain_projection(self.block)
-            if weights is not None and projects(tokens, weights):
-                return self.block.split_heads(project(tokens, weights))
-        return self.block.key_values(tokens)
-
     def _read_leaves(self, q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m h e"]:
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
 
@@ -257,9 +235,10 @@ class TreeCrossAttention(nn.Module):
         return search(inputs, self.impl, budget)
 
 
-def _means(branch: int, order: TokenOrder, budget: int | None) -> dict[str, Any]:
-    """Settings of a tree of means."""
-    return {"branch": branch, "order": order, "budget": budget, "aggregator": "mean", "log_count": True}
+def _means(branch: int, order: TokenOrder, budget: int | None, aggregator: Aggregator | nn.Module) -> dict[str, Any]:
+    """Settings of a tree of means, corrected where the aggregator learns."""
+    tree: dict[str, Any] = {"branch": branch, "order": order, "budget": budget, "aggregator": aggregator}
+    return tree | {"log_count": True, "correct": aggregator != "mean"}
 
 
 def _result(

@@ -7,9 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import reject
-from retreever.attention import TokenOrder, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
 from retreever.checks import check_any_real, check_tensor
 from retreever.tree.build import Tree
+from retreever.tree_builder import TokenOrder
 
 Padding = Bool[Tensor, "b n"] | None
 

@@ -72,6 +72,8 @@ class ModelConfig(AnyConfig):
         dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
         residual: form of the residual connections.
         max_tokens: longest context of encoders that depend on positions.
+        waves: random waves (Fourier features) that join the coordinates of points; 0 for none.
+        frequency: of the fastest waves, in radians per unit of the coordinates.
     """
 
     encoder: Encoder = "transformer"
@@ -80,12 +82,18 @@ class ModelConfig(AnyConfig):
     dropout: float = 0.0
     residual: Residual = "pre"
     max_tokens: int = 512
+    waves: int = 0
+    frequency: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("layers", self.layers, 0)
         for name in ("hidden", "max_tokens"):
             check_int(name, getattr(self, name), 1)
+        check_int("waves", self.waves, 0)
+        check_number("frequency", self.frequency)
+        if self.waves and self.inputs != "points":
+            reject("waves", "0, as sequences have positions of their own", self.waves)
         check_number("dropout", self.dropout, below=1.0)
         check_choice("residual", self.residual, RESIDUALS)
 
@@ -111,7 +119,7 @@ def embedding(config: ModelConfig) -> PointEmbed | SequenceEmbed:
     """Embedding of context and queries."""
     if config.inputs == "sequence":
         return SequenceEmbed(config.dim_y, config.dim, config.hidden, config.dropout)
-    return PointEmbed(config.dim_x, config.dim_y, config.dim)
+    return PointEmbed(config.dim_x, config.dim_y, config.dim, waves=config.waves, frequency=config.frequency)
 
 
 def encoder(config: ModelConfig) -> nn.Module:

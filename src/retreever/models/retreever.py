@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from retreever.batch import Batch
 from retreever.detours import Detours, draw_detours, find_detours
 from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
+from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import (
     REWARDS,
     Baseline,
@@ -49,6 +50,9 @@ class ReTreeverConfig(ModelConfig):
         order_seed: of the orders "random" and "projection".
         retrieval: "policy" searches the tree; "full" reads all leaves with the same weights.
         budget: how many tokens a query may read, one path at least; None reads one path.
+        correct: nodes are means of keys and values with a learned correction; see `TreeCrossAttention`.
+        mean_levels: lowest levels whose nodes are means, without aggregator or correction.
+        log_count: add the logarithm of its number of tokens to the score of a node.
         objective: the three-term loss.
     """
 
@@ -60,6 +64,9 @@ class ReTreeverConfig(ModelConfig):
     order_seed: int = 0
     retrieval: Retrieval = "policy"
     budget: int | None = None
+    correct: bool = False
+    mean_levels: int = 0
+    log_count: bool = False
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
     def __post_init__(self) -> None:
@@ -70,7 +77,9 @@ class ReTreeverConfig(ModelConfig):
         check_choice("retrieval", self.retrieval, RETRIEVALS)
         check_budget(self.budget)
         check_int("order_seed", self.order_seed, 0)
-        check_bool("detach", self.detach)
+        check_int("mean_levels", self.mean_levels, 0)
+        for name in ("detach", "correct", "log_count"):
+            check_bool(name, getattr(self, name))
         if not isinstance(self.objective, ObjectiveConfig):
             reject("objective", "an ObjectiveConfig", type(self.objective).__name__)
 
@@ -131,12 +140,40 @@ class ReTreever(Model):
             detach=c.detach,
             retrieval=c.retrieval,
             budget=c.budget,
+            correct=c.correct,
+            mean_levels=c.mean_levels,
+            log_count=c.log_count,
         )
         natural: dict[str, Reward] = {"categorical": "accuracy", "point": "squared-error"}
         default = natural.get(c.head, "log-likelihood")
         if reward is not None and not callable(reward):
             check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
+
+    @classmethod
+    def from_transformer_ca(
+        cls,
+        model: TransformerCA,
+        *,
+        aggregator: Aggregator | nn.Module = "transformer",
+        reward: Reward | RewardFunction | None = None,
+        **fields: Any,
+    ) -> ReTreever:
+        """The trained `model` with its attention read through a tree of means, and a learned correction of them.
+
+        The correction is 0 at first, so any budget approximates `model`, one of all tokens is equal to it, and training
+        goes on from there. `aggregator="mean", correct=False` has nothing to learn. `fields` are further settings,
+        `mean_levels=2` unless given.
+        """
+        if not isinstance(model, TransformerCA):
+            reject("model", "a TransformerCA", type(model).__name__)
+        settings = {**asdict(model.config), "correct": True, "mean_levels": 2, "log_count": True, "dropout": 0.0}
+        tree = cls(reward=reward, aggregator=aggregator, **settings | fields)
+        tree.to(next(model.parameters()))
+        found = tree.load_state_dict(model.state_dict(), strict=False)
+        new = ("attention.aggregator.", "attention.correction.")
+        assert not found.unexpected_keys and all(name.startswith(new) for name in found.missing_keys), found
+        return tree.train(model.training)
 
     def set_reading(self, retrieval: Retrieval = "policy", budget: int | None = None) -> ReTreever:
         """Change how trees are read from now on, with the same weights; returns the model."""
@@ -221,11 +258,12 @@ class ReTreever(Model):
             detours=self._detours(query, memory, found, draws),
             mean=mean,
         )
-        if memory.plan.depth or self.attention.aggregator is None:
+        if memory.plan.depth > self.config.mean_levels:
             return loss
-        # Two tokens need no aggregator, yet processes that train together wait for gradients of all weights.
-        unused = [weight.sum() for weight in self.attention.aggregator.parameters()]
-        return loss._replace(total=loss.total + 0 * sum(unused))
+        # A low tree needs no aggregator, yet processes that train together wait for gradients of all weights.
+        learned = [part for part in (self.attention.aggregator, self.attention.correction) if part is not None]
+        unused = sum(weight.sum() for part in learned for weight in part.parameters())
+        return loss._replace(total=loss.total + 0 * unused)
 
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Tree:
         tokens = self.embed.context(xc, yc)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from retreever.arguments import reject
 from retreever.ops.aggregate.api import aggregate, aggregates
 from retreever.ops.backend import Impl, choose
-from retreever.tree.aggregate import plain_weights
+from retreever.tree.aggregate import MeanAggregator, plain_weights
 from retreever.tree.order import in_order, leaf_layout
 from retreever.tree.plan import TreePlan
 
 CACHED_ROWS, MOST_PLANS = 2048, 1024
+_MEAN = MeanAggregator()
 _PLANS: dict[tuple[int, int, bool], TreePlan] = {}
 
 
@@ -68,6 +69,7 @@ def build_nodes(
     mask: Bool[Tensor, "b n"] | None = None,
     detach: bool = False,
     impl: Impl = "auto",
+    mean_levels: int = 0,
 ) -> tuple[TreePlan, Float[Tensor, "b t d"], Bool[Tensor, "b t"] | None]:
     """Embeddings of all nodes over `context`, whose tokens are already in leaf order and checked.
 
@@ -78,6 +80,7 @@ def build_nodes(
         mask: True where a token is real. The tree is that of the real tokens alone; the others are never read.
         detach: cut the gradient between levels, as the paper's code does.
         impl: backend of the transformer aggregator, where a kernel can replace it.
+        mean_levels: lowest levels whose nodes are means of their children, without the aggregator.
 
     Returns:
         The plan, the nodes and the node mask (None when all nodes are real).
@@ -86,14 +89,15 @@ def build_nodes(
     leaves, real = leaves_of(context, plan, mask)
     masks = None if real is None else level_masks(plan, real)
     node_mask = None if masks is None else torch.cat(masks[::-1], dim=1)
-    if choose("aggregate", impl, leaves) != "reference":
+    if not mean_levels and choose("aggregate", impl, leaves) != "reference":
         weights = plain_weights(aggregator)
         if weights is not None and aggregates(plan, weights, leaves):
             return plan, aggregate(leaves, node_mask, plan, weights), node_mask
     levels = [leaves]
     for height in range(plan.depth):
         level_mask = None if masks is None else masks[height]
-        levels.append(_summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), aggregator, detach))
+        summary = _MEAN if height < mean_levels else aggregator
+        levels.append(_summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), summary, detach))
     return plan, torch.cat(levels[::-1], dim=1), node_mask
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from retreever.attention import TokenOrder, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
 from retreever.errors import BackendError, InputError, RetreeverError
 from retreever.explanation import Explanation, explain
 from retreever.lab.figures import retrieval
@@ -24,6 +24,7 @@ from retreever.results import TreeCrossAttentionResult
 from retreever.tasks.copy import CopyTask
 from retreever.tree.nodes import level_of
 from retreever.tree.plan import TreePlan
+from retreever.tree_builder import TokenOrder
 
 image = pytest.importorskip("matplotlib.image")
 colors = pytest.importorskip("matplotlib.colors")
