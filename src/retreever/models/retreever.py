@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,89 +11,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.arguments import check_bool, check_choice, check_int, reject
+from retreever.arguments import check_choice, reject
 from retreever.attention import TreeCrossAttention
 from retreever.attention_inputs import check_budget
 from retreever.batch import Batch
 from retreever.detours import Detours, draw_detours, find_detours
 from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
-from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
+from retreever.models.config import embedding, encoder, head, read_out, resolve
+from retreever.models.retreever_config import ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import (
     REWARDS,
-    Baseline,
     Loss,
-    ObjectiveConfig,
     Reward,
     RewardFunction,
     masked_mean,
     reward_of,
 )
-from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
+from retreever.results import Retrieval, TreeCrossAttentionResult
 from retreever.search_loss import Mean, tree_loss
-from retreever.tree.aggregate import AGGREGATORS, Aggregator
+from retreever.tree.aggregate import Aggregator
 from retreever.tree.build import Tree, plan_for
-from retreever.tree.order import ORDERS, Order, in_order, leaf_order, permutation_of
+from retreever.tree.order import in_order, leaf_order, permutation_of
 from retreever.tree.plan import TreePlan
-
-
-@dataclass(frozen=True)
-class ReTreeverConfig(ModelConfig):
-    """Settings of ReTreever.
-
-    Attributes:
-        branch: children per tree node.
-        aggregator: how nodes summarise children.
-        detach: cut gradients between tree levels.
-        order: how tokens are laid on the leaves; "given" for sequences already in order.
-        axis: coordinate of the order "axis".
-        order_seed: of the orders "random" and "projection".
-        retrieval: "policy" searches the tree; "full" reads all leaves with the same weights.
-        budget: how many tokens a query may read, one path at least; None reads one path.
-        correct: nodes are means of keys and values with a learned correction; see `TreeCrossAttention`.
-        mean_levels: lowest levels whose nodes are means, without aggregator or correction.
-        log_count: add the logarithm of its number of tokens to the score of a node.
-        objective: the three-term loss.
-    """
-
-    branch: int = 2
-    aggregator: Aggregator = "transformer"
-    detach: bool = False
-    order: Order = "kd"
-    axis: int = 0
-    order_seed: int = 0
-    retrieval: Retrieval = "policy"
-    budget: int | None = None
-    correct: bool = False
-    mean_levels: int = 0
-    log_count: bool = False
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("branch", self.branch, 2)
-        check_choice("aggregator", self.aggregator, AGGREGATORS)
-        check_choice("order", self.order, ORDERS)
-        check_choice("retrieval", self.retrieval, RETRIEVALS)
-        check_budget(self.budget)
-        check_int("order_seed", self.order_seed, 0)
-        check_int("mean_levels", self.mean_levels, 0)
-        for name in ("detach", "correct", "log_count"):
-            check_bool(name, getattr(self, name))
-        if not isinstance(self.objective, ObjectiveConfig):
-            reject("objective", "an ObjectiveConfig", type(self.objective).__name__)
-
-    def as_published(self) -> ReTreeverConfig:
-        """The config of the `paper` preset: as in the paper's public code where this library's defaults differ.
-
-        Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, no gate,
-        no detours, and no reward baseline except minus log of the number of classes for the cross-entropy reward.
-        """
-        cross_entropy = self.objective.reward == "cross-entropy"
-        constant = -math.log(self.out) if cross_entropy else 0.0
-        baseline: Baseline = "constant" if cross_entropy else "none"
-        objective = replace(self.objective, baseline=baseline, constant=constant, gate="open", detours=0.0)
-        return replace(self, detach=True, residual="doubled", objective=objective)
 
 
 class Draws(NamedTuple):
@@ -194,10 +134,17 @@ class ReTreever(Model):
         return self.head(self.attention(self.embed.query(xt), memory, budget=budget, check=False).output)
 
     def predict(
-        self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None, budget: int | None = None
+        self,
+        xc: Contexts,
+        yc: Values,
+        xt: Targets,
+        mask: Mask = None,
+        budget: int | None = None,
+        *,
+        chunk: int | None = None,
     ) -> Distribution:
-        """Predictions at `xt` given context points (xc, yc); see `answer` and `encode`."""
-        return self.answer(self.encode(xc, yc, mask), xt, budget)
+        """Predictions at `xt` given context points (xc, yc); see `answer`, `encode` and `Model.predict`."""
+        return self._in_chunks(xc, yc, xt, mask, chunk, budget=budget)
 
     def search(
         self,

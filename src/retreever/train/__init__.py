@@ -11,7 +11,7 @@ _PLACES = {
     "TrainConfig": "config",
     "Trainer": "engine",
     "evaluate": "score",
-    "fit": "engine",
+    "fit": "fitting",
     "train_in": "together",
 }
 __all__ = ["RunFolder", "Stopped", "TrainConfig", "Trainer", "evaluate", "fit", "train_in"]
