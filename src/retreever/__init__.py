@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
     from retreever.explanation import explain
     from retreever.fidelity import Fidelity
+    from retreever.masses import mass_loss
     from retreever.models.bnp import BANP, BNP
     from retreever.models.cmanp import CMANP
     from retreever.models.cnp import CANP, CNP
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from retreever.ops.frontier.api import Part, merge_parts
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
+    from retreever.scaler import Scaled, Scaler
     from retreever.search_loss import search_with_detours, tree_loss
     from retreever.tree.build import Tree
     from retreever.tree.order import leaf_order
@@ -46,9 +48,10 @@ __all__ = [
     "ANP", "BANP", "BNP", "CANP", "CMANP", "CNP", "GRUD", "LBANP", "NP", "ODERNN", "TNPD", "BackendError", "Batch",
     "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "IPNets", "InputError", "LatentODE",
     "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
-    "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TransformerCA", "Tree", "TreeCrossAttention",
+    "RandomGuess", "ReTreever", "RetreeverError", "Scaled", "Scaler", "SeFT",
+    "TransformerCA", "Tree", "TreeCrossAttention",
     "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-    "load_pretrained", "merge_parts", "search_with_detours", "tree_attention", "tree_loss",
+    "load_pretrained", "mass_loss", "merge_parts", "search_with_detours", "tree_attention", "tree_loss",
 ]  # fmt: skip
 
 _HOME = {
@@ -58,6 +61,7 @@ _HOME = {
     "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
     "explanation": ("explain",),
     "fidelity": ("Fidelity",),
+    "masses": ("mass_loss",),
     "models.bnp": ("BANP", "BNP"),
     "models.cmanp": ("CMANP",),
     "models.cnp": ("CANP", "CNP"),
@@ -78,6 +82,7 @@ _HOME = {
     "ops.frontier.api": ("Part", "merge_parts"),
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
+    "scaler": ("Scaled", "Scaler"),
     "search_loss": ("search_with_detours", "tree_loss"),
     "tree.build": ("Tree",),
     "tree.order": ("leaf_order",),

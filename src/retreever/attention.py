@@ -157,7 +157,8 @@ class TreeCrossAttention(TreeBuilder):
         generator: torch.Generator | None = None,
         *,
         budget: int | None = None,
-        leaves: bool = False,
+        leaves: bool | int = False,
+        sample: bool | None = None,
         check: bool = True,
     ) -> TreeCrossAttentionResult:
         """Answer `query` from `tree`.
@@ -170,7 +171,9 @@ class TreeCrossAttention(TreeBuilder):
             choices: the child to take at single decisions; -1 leaves them to the policy.
             generator: of the noise drawn in training.
             budget: how many tokens a query may read; None takes that of the module.
-            leaves: also read all leaves with the same weights, as training does (`result.leaves`).
+            leaves: also read all leaves with the same weights, as training does (`result.leaves`); a number does so for
+                the first queries of every row alone.
+            sample: whether paths are sampled; None does so in training.
             check: False skips the checks of all arguments.
         """
         if check:
@@ -184,13 +187,18 @@ class TreeCrossAttention(TreeBuilder):
             nothing = q.new_zeros(q.shape[:2])
             found = TreeAttention(self._read_leaves(q, tree), nothing.to(torch.int64), nothing, nothing)
             return _result(block.finish(query, normed, found.output), found, tree, "full")
-        found = self._search(q, tree, noise, choices, generator, self.budget if budget is None else budget)
+        if noise is None and (self.training if sample is None else sample):
+            noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
+        found = self._search(q, tree, noise, choices, self.budget if budget is None else budget)
         if not leaves:
             return _result(block.finish(query, normed, found.output), found, tree, "policy")
         # One pass of the feed-forward for both outputs: they share all layers after the attention.
-        attended = torch.cat([found.output, self._read_leaves(q, tree)])
-        both = block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
-        return _result(both[: len(query)], found, tree, "policy", both[len(query) :])
+        m = query.shape[1]
+        first = slice(m if leaves is True else leaves)
+        attended = torch.cat([found.output, self._read_leaves(q[:, first], tree)], dim=1)
+        queries, norms = (torch.cat([part, part[:, first]], dim=1) for part in (query, normed))
+        both = block.finish(queries, norms, attended)
+        return _result(both[:, :m], found, tree, "policy", both[:, m:])
 
     def fidelity(
         self,
@@ -219,16 +227,8 @@ class TreeCrossAttention(TreeBuilder):
         return read_leaves(q, tree.keys, tree.values, tree.plan, tree.mask, self.impl)
 
     def _search(
-        self,
-        q: Float[Tensor, "b m h e"],
-        tree: Tree,
-        noise: Noise,
-        choices: Choices,
-        generator: torch.Generator | None,
-        budget: int | None,
+        self, q: Float[Tensor, "b m h e"], tree: Tree, noise: Noise, choices: Choices, budget: int | None
     ) -> TreeAttention:
-        if noise is None and self.training:
-            noise = torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=generator)
         inputs = SearchInputs(
             q, tree.keys, tree.values, tree.plan, tree.mask, noise, choices, tree.log_count, tree.counted
         )

@@ -17,29 +17,31 @@ from retreever.tree.build import Tree
 LARGEST = 3.0  # log of how many times too large a score may be before its gradient is cut off
 
 
-def mass_loss(q: Float[Tensor, "b m h e"], tree: Tree) -> Float[Tensor, "b m"]:
+def mass_loss(q: Float[Tensor, "b m h e"], tree: Tree, levels: int | None = None) -> Float[Tensor, "b m"]:
     """Divergence of the scores of inner nodes from the attention to their tokens, mean over levels and heads.
 
-    0 where every score is right. The tokens' own keys get no gradient: they are the teacher.
+    0 where every score is right. The tokens' own keys get no gradient: they are the teacher. `levels` looks at so many
+    levels from the root; None at all.
     """
-    plan, top = tree.plan, tree.plan.leaf_offset
-    if not top:
+    plan = tree.plan
+    depth = plan.depth if levels is None else min(levels, plan.depth)
+    if not depth:
         return q.new_zeros(q.shape[:2])
-    scale = q.shape[-1] ** -0.5
+    top, scale = plan.offsets[depth + 1], q.shape[-1] ** -0.5
     with torch.no_grad():
-        leaves = _scores(q, tree, slice(top, None), scale)
+        leaves = _scores(q, tree, slice(plan.leaf_offset, None), scale)
         whole = leaves.logsumexp(dim=-1, keepdim=True)
-        levels = [_sums((leaves - whole).exp(), plan.block)]
-        for _ in range(plan.depth - 1):
-            levels.append(_sums(levels[-1], plan.branch))
-        masses = torch.cat(levels[::-1], dim=-1)
+        sums = [_sums((leaves - whole).exp(), plan.leaves // plan.branch**depth)]
+        for _ in range(depth - 1):
+            sums.append(_sums(sums[-1], plan.branch))
+        masses = torch.cat(sums[::-1], dim=-1)
     scores = _scores(q, tree, slice(top), scale) - whole
     scores = scores.masked_fill(scores.isinf(), 0) if tree.mask is not None else scores
     surprise = torch.xlogy(masses, masses) - masses * scores  # masses log(masses / share)
     excess = scores.clamp_max(LARGEST).exp() - masses
     if tree.mask is not None:
         excess = excess.masked_fill(~tree.mask[:, None, None, :top], 0)
-    return (surprise + excess).sum(dim=-1).mean(dim=-1) / plan.depth
+    return (surprise + excess).sum(dim=-1).mean(dim=-1) / depth
 
 
 def _scores(q: Float[Tensor, "b m h e"], tree: Tree, rows: slice, scale: float) -> Float[Tensor, "b m h rows"]:

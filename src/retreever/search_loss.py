@@ -38,6 +38,7 @@ def tree_loss(
     config: ObjectiveConfig = _USUAL,
     chance: float | None = None,
     detours: Detours | None = None,
+    masses: PerQuery | None = None,
     mean: Mean | None = None,
 ) -> Loss:
     """The loss of a model with a tree search: `total` is to be minimised, the rest tells how it is made up.
@@ -57,6 +58,7 @@ def tree_loss(
         chance: loss of a uniform guess, log(classes) for cross entropy. Given, the terms of the search are weighted by
             how far the loss over all leaves is below it (`config.gate`); None weights them by 1.
         detours: made by `search_with_detours`.
+        masses: made by `mass_loss`, joins the policy term with the weight `config.lambda_mass`.
         mean: returns the mean of a tensor over all processes that train together.
     """
     _check(found, task, leaves, mask, config, chance)
@@ -72,7 +74,7 @@ def tree_loss(
     for name, value in rewards.items():
         _check_per_query(name, value, task)
     gate, weight = gates(config, task, leaves, mask, chance, mean)
-    return three_term_loss(
+    loss = three_term_loss(
         config,
         task=task,
         leaves=leaves,
@@ -84,6 +86,11 @@ def tree_loss(
         gate=gate,
         detours=None if detours is None else detours._replace(weight=detours.weight * weight),
     )
+    if masses is None or not config.lambda_mass:
+        return loss
+    _check_per_query("masses", masses, task)
+    taught = config.lambda_mass * masked_mean(masses, mask)
+    return loss._replace(total=loss.total + gate * taught, policy=loss.policy + taught.detach())
 
 
 def gates(

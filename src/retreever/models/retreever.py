@@ -15,7 +15,8 @@ from retreever.arguments import check_choice, reject
 from retreever.attention import TreeCrossAttention
 from retreever.attention_inputs import check_budget
 from retreever.batch import Batch
-from retreever.detours import Detours, draw_detours, find_detours
+from retreever.detours import Detours, PerQuery, draw_detours, find_detours
+from retreever.masses import mass_loss
 from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
 from retreever.models.config import embedding, encoder, head, read_out, resolve
 from retreever.models.retreever_config import ReTreeverConfig
@@ -37,14 +38,16 @@ from retreever.tree.plan import TreePlan
 
 
 class Draws(NamedTuple):
-    """Random draws that fix the paths of a training step: noise for every decision, and choices of detours."""
+    """Random draws that fix the paths of a training step: noise of decisions, choices of detours, a reading budget."""
 
     noise: Float[Tensor, "b m depth"] | None = None
     choices: Int[Tensor, "b m depth"] | None = None
+    budget: int | None = None
 
     def rows(self, which: slice) -> Draws:
         """The draws of some tasks of the batch."""
-        return Draws(*(None if part is None else part[which] for part in self))
+        noise, choices = (None if part is None else part[which] for part in self[:2])
+        return Draws(noise, choices, self.budget)
 
 
 class ReTreever(Model):
@@ -168,10 +171,19 @@ class ReTreever(Model):
         device = batch.xt.device
         depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask is not None).depth
         noise = torch.rand(b, m, depth, generator=generator, device=generator.device).to(device)
-        objective = self.config.objective
+        objective, budget = self.config.objective, None
+        if objective.budgets:
+            draw = torch.rand(2, generator=generator, device=generator.device).tolist()
+            budget = 1 + int(draw[1] * objective.budgets) if draw[0] < 0.5 else None
         if not (objective.detours and objective.lambda_rl):  # detours only train the search
-            return Draws(noise)
-        return Draws(noise, draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device))
+            return Draws(noise, budget=budget)
+        choices = draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device)
+        return Draws(noise, choices, budget)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a training step can be a CUDA graph: not where every step reads another number of tokens."""
+        return not self.config.objective.budgets
 
     def loss(self, batch: Batch, draws: Draws | None = None, mean: Mean | None = None) -> Loss:
         """The three-term loss, mean over real targets.
@@ -185,26 +197,42 @@ class ReTreever(Model):
         batch = take_batch(self, batch)
         memory = self._encode(batch.xc, batch.yc, batch.context_mask)
         query = self.embed.query(batch.xt)
-        draws = draws or Draws()
-        found = self.attention(query, memory, *draws, leaves=True, check=False)
-        both = self.head.net(torch.cat([found.output, found.leaves]))
-        dist, full = (self.head.distribution(raw) for raw in both.chunk(2))
-        task, leaves = self.head.loss(dist, batch.yt), self.head.loss(full, batch.yt)
-        mask = batch.target_mask
+        draws, objective = draws or Draws(), self.config.objective
+        taught = objective.lambda_mass and not objective.lambda_rl  # then paths need not be sampled
+        count = math.ceil(objective.share * query.shape[1])  # queries that read all leaves, too
+        found = self.attention(
+            query,
+            memory,
+            None if taught else draws.noise,
+            draws.choices,
+            budget=draws.budget,
+            leaves=count,
+            sample=False if taught else None,
+            check=False,
+        )
+        raw = self.head.net(torch.cat([found.output, found.leaves], dim=1))
+        dist, full = self.head.distribution(raw[:, : query.shape[1]]), self.head.distribution(raw[:, query.shape[1] :])
+        task = self.head.loss(dist, batch.yt)
         if not self.training:  # in evaluation the loss is the task loss alone
-            return Loss.only_task(masked_mean(task, mask))
+            return Loss.only_task(masked_mean(task, batch.target_mask))
+        first, truth = slice(count), batch.yt[:, :count]
+        mask = None if batch.target_mask is None else batch.target_mask[:, first]
         loss = tree_loss(
-            found,
-            task,
-            leaves,
-            reward_of(self.reward, dist, batch.yt),
-            reward_of(self.reward, full, batch.yt),
+            replace(found, log_prob=found.log_prob[:, first], entropy=found.entropy[:, first]),
+            task[:, first],
+            self.head.loss(full, truth),
+            reward_of(self.reward, self.head.distribution(raw[:, first]), truth),
+            reward_of(self.reward, full, truth),
             mask=mask,
-            config=self.config.objective,
+            config=objective,
             chance=math.log(self.config.out) if self.config.head == "categorical" and self.config.out > 1 else None,
-            detours=self._detours(query, memory, found, draws),
+            detours=self._detours(query[:, first], memory, found, draws.choices),
+            masses=self._masses(query[:, first], memory) if objective.lambda_mass else None,
             mean=mean,
         )
+        if count < query.shape[1]:  # the others have a task loss alone
+            rest = masked_mean(task, batch.target_mask) - masked_mean(task[:, first], mask)
+            loss = loss._replace(total=loss.total + rest, task=loss.task + rest.detach())
         if memory.plan.depth > self.config.mean_levels:
             return loss
         # A low tree needs no aggregator, yet processes that train together wait for gradients of all weights.
@@ -213,18 +241,29 @@ class ReTreever(Model):
         return loss._replace(total=loss.total + 0 * unused)
 
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Tree:
-        tokens = self.embed.context(xc, yc)
-        if mask is not None or self.config.order != "given":
-            c = self.config
+        order, c = None, self.config
+        if mask is not None or c.order != "given":
             order = permutation_of(c.order, xc, mask, c.branch, c.axis, c.order_seed)
-            tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
-            return replace(self.attention.build(self.encoder(tokens, mask), mask, check=False), order=order)
-        return self.attention.build(self.encoder(tokens, mask), mask, check=False)
+            # Points are put in order before they are embedded: they are narrower than tokens and need no gradient.
+            xc, yc, mask = in_order(xc, order), in_order(yc, order), None if mask is None else in_order(mask, order)
+        tree = self.attention.build(self.encoder(self.embed.context(xc, yc), mask), mask, check=False)
+        return tree if order is None else replace(tree, order=order)
 
     def _answer(self, memory: Tree, xt: Targets) -> Distribution:
         return self.head(self.attention(self.embed.query(xt), memory, check=False).output)
 
-    def _detours(self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, draws: Draws) -> Detours | None:
-        if draws.choices is None:
+    def _heads(self, query: Float[Tensor, "b m d"]) -> Float[Tensor, "b m h e"]:
+        return self.attention.block.start(query)[1]
+
+    def _masses(self, query: Float[Tensor, "b m d"], memory: Tree) -> PerQuery:
+        """`mass_loss` of the levels that learn."""
+        return mass_loss(self._heads(query), memory, max(1, memory.plan.depth - self.config.mean_levels))
+
+    def _detours(
+        self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, choices: Tensor | None
+    ) -> Detours | None:
+        """Detours of the first queries, those in `query`."""
+        if choices is None:
             return None
-        return find_detours(self.attention.block.start(query)[1], memory, found.path, draws.choices, 1.0)
+        first = slice(query.shape[1])
+        return find_detours(self._heads(query), memory, found.path[:, first], choices[:, first], 1.0)
