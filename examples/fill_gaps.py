@@ -21,7 +21,7 @@ from torch import Tensor
 
 from retreever import GRUD, Batch, IPNets, MTANDEnc, ReTreever, context_of
 from retreever.train.config import TrainConfig
-from retreever.train.engine import fit
+from retreever.train import fit
 
 WEEKS, SCALE = 104, 2.0  # of a window; ppm that count as 1
 SIZES = {"hidden": 64, "dim": 32, "dropout": 0.0}

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 import torch
 
 from retreever import ReTreever
-from retreever.models.retreever import ReTreeverConfig
+from retreever.models.retreever_config import ReTreeverConfig
 from retreever.objective import ObjectiveConfig
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train.config import TrainConfig

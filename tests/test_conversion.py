@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retreever import CrossAttention, InputError, TreeCrossAttention
+from retreever import Batch, CrossAttention, InputError, ReTreever, TransformerCA, TreeCrossAttention
+from retreever.models.saved import model_from_json, model_to_json
 from retreever.nn.blocks import RESIDUALS, Residual
 
 DIM, HEADS, TOKENS = 16, 4, 11
@@ -282,3 +283,46 @@ def test_tokens_sorted_by_their_keys_are_the_tokens_given(aggregator: str, maske
     torch.testing.assert_close(tree.keys[real], again.keys[real])
     torch.testing.assert_close(tree.values[real], again.values[real])
     assert torch.equal(tree.log_count, again.log_count)
+
+
+@masks
+@pytest.mark.parametrize("aggregator", ["transformer", nn.Module])
+@pytest.mark.parametrize("mean_levels", [0, 1, 9])
+@pytest.mark.parametrize("kind", ["multihead", "cross"])
+def test_a_learned_aggregator_starts_where_the_means_are(
+    kind: str, mean_levels: int, aggregator: Any, mask: Tensor | None
+) -> None:
+    """To the bit, whatever the aggregator does; training moves it from there."""
+    attention: Any = multihead() if kind == "multihead" else trained(CrossAttention(DIM, HEADS))
+    convert = TreeCrossAttention.from_multihead if kind == "multihead" else TreeCrossAttention.from_cross_attention
+    own = trained(TreeCrossAttention(DIM, HEADS)).aggregator if aggregator is nn.Module else aggregator
+    means, learned = convert(attention), convert(attention, aggregator=own, mean_levels=mean_levels)
+    query, context = rand(4, 5, DIM), rand(4, TOKENS, DIM)
+    for budget in (None, 6, TOKENS):
+        plain, same = (m(query, m.build(context, mask), budget=budget) for m in (means, learned))
+        assert torch.equal(plain.output, same.output) and torch.equal(plain.path, same.path)
+    optimiser = torch.optim.SGD([*learned.correction.parameters(), *learned.aggregator.parameters()], 1e-3)
+    for _ in range(2):  # the last layer of the correction is 0 at first, so the aggregator moves in the second step
+        optimiser.zero_grad()
+        learned(query, learned.build(context, mask)).output.square().sum().backward()
+        optimiser.step()
+    before, after = (m(query, m.build(context, mask)).output for m in (means, learned))
+    assert (gap(before, after) > 1e-6) == (mean_levels < 9)
+
+
+def test_a_whole_model_is_converted_and_trains_on() -> None:
+    torch.manual_seed(0)
+    model = TransformerCA(dim_x=2, dim=16, layers=1, hidden=16).eval()
+    x, y, xt = rand(2, 33, 2), rand(2, 33, 1), rand(2, 5, 2)
+    for settings in ({}, {"aggregator": "mean"}, {"mean_levels": 0}, {"branch": 3}):
+        tree = ReTreever.from_transformer_ca(model, **settings)
+        assert not tree.training and tree.config.dim_x == 2
+        assert gap(tree.predict(x, y, xt, budget=33).mean, model.predict(x, y, xt).mean) <= 1e-5
+        plain = ReTreever.from_transformer_ca(model, aggregator="mean", correct=False, branch=tree.config.branch)
+        assert torch.equal(tree.predict(x, y, xt).mean, plain.predict(x, y, xt).mean)
+        tree.train().loss(Batch(x, y, xt, xt[..., :1])).total.backward()
+        assert tree.attention.correction.down.weight.grad.any()
+        rebuilt = model_from_json(model_to_json(tree))
+        rebuilt.load_state_dict(tree.state_dict())
+    with pytest.raises(InputError, match=r"^model: expected a TransformerCA"):
+        ReTreever.from_transformer_ca(tree)  # type: ignore[arg-type]

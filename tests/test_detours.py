@@ -13,6 +13,7 @@ from retreever.detours import Detours, detour_credit, draw_detours, find_detours
 from retreever.models.retreever import ReTreever
 from retreever.objective import Gate, ObjectiveConfig, three_term_loss
 from retreever.ops.search.api import tree_attention
+from retreever.search_loss import gates
 from retreever.tree.aggregate import MeanAggregator
 from retreever.tree.build import build_nodes
 from retreever.tree.plan import TreePlan
@@ -139,8 +140,7 @@ def test_a_model_makes_detours_where_its_search_is_trained(detours: float, lambd
 )
 def test_a_detour_counts_as_far_as_the_search_has_come_by_itself(gate: Gate, knows: bool, imitated: float) -> None:
     """A random turn of a search at chance reads what chance reads: to imitate it would make all children alike."""
-    model = ReTreever(dim_x=1, dim_y=1, dim=16, heads=2, layers=1, hidden=16, head="categorical", outputs=5,
-                      objective=ObjectiveConfig(gate=gate, detours=0.5))  # fmt: skip
     leaves, blind = torch.full((2, 3), 0.0), torch.full((2, 3), math.log(5))
-    search, weight = model._gates(leaves if knows else blind, leaves, None, None)
+    config = ObjectiveConfig(gate=gate, detours=0.5)
+    search, weight = gates(config, leaves if knows else blind, leaves, None, math.log(5))
     assert float(search) == 1.0 and float(torch.as_tensor(weight).mean()) == imitated

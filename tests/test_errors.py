@@ -15,7 +15,8 @@ from retreever.batch import Batch
 from retreever.cross_attention import CrossAttention
 from retreever.errors import ConfigError, InputError, RetreeverError
 from retreever.models.perceiver_io import PerceiverIO
-from retreever.models.retreever import ReTreever, ReTreeverConfig
+from retreever.models.retreever import ReTreever
+from retreever.models.retreever_config import ReTreeverConfig
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
 from retreever.ops.search.api import full_attention, tree_attention

@@ -21,8 +21,8 @@ GROUPS = (
     "version", "errors", "arguments", "files", "checks", "tree.plan", "tree.budget", "tree.selected", "ops", "batch",
     "data", "tasks", "nn", "tree", "sharded",
     "results", "attention_inputs", "attention_build", "attention_search", "growing_inputs", "growing",
-    "cross_attention", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "models", "deploy", "botorch", "train", "pretrained", "lab", "cli",
+    "cross_attention", "masses", "attention_growing", "fidelity", "attention", "tree_multihead", "explanation",
+    "detours", "objective", "search_loss", "scaler", "models", "deploy", "botorch", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -178,9 +178,10 @@ def test_the_public_names_are_pinned() -> None:
         "ANP", "BANP", "BNP", "BackendError", "Batch", "CANP", "CMANP", "CNP", "CheckpointError", "ConfigError",
         "CrossAttention", "DataError", "Fidelity", "GRUD", "IPNets", "InputError", "LBANP", "LatentODE", "LatentODERNN",
         "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
-        "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "ShardedTree", "TNPD", "TransformerCA", "Tree",
-        "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain",
-        "full_attention", "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
+        "RandomGuess", "ReTreever", "RetreeverError", "Scaled", "Scaler", "SeFT", "ShardedTree", "TNPD",
+        "TransformerCA", "Tree", "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate",
+        "context_of", "explain", "export", "full_attention", "leaf_order", "load_pretrained", "mass_loss",
+        "merge_parts", "search_with_detours", "tree_attention", "tree_loss",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from retreever.errors import BackendError, CheckpointError, ConfigError, DataError, InputError, RetreeverError
     from retreever.explanation import explain
     from retreever.fidelity import Fidelity
+    from retreever.masses import mass_loss
     from retreever.models.bnp import BANP, BNP
     from retreever.models.cmanp import CMANP
     from retreever.models.cnp import CANP, CNP
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from retreever.ops.frontier.api import Part, merge_parts
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
+    from retreever.scaler import Scaled, Scaler
+    from retreever.search_loss import search_with_detours, tree_loss
     from retreever.sharded.tree import ShardedTree
     from retreever.tree.order import leaf_order
     from retreever.tree.plan import TreePlan
@@ -47,9 +50,10 @@ __all__ = [
     "ANP", "BANP", "BNP", "CANP", "CMANP", "CNP", "GRUD", "LBANP", "NP", "ODERNN", "TNPD", "BackendError", "Batch",
     "CheckpointError", "ConfigError", "CrossAttention", "DataError", "Fidelity", "IPNets", "InputError", "LatentODE",
     "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
-    "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "ShardedTree", "TransformerCA", "Tree", "TreeCrossAttention",
-    "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "export", "full_attention",
-    "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
+    "RandomGuess", "ReTreever", "RetreeverError", "Scaled", "Scaler", "SeFT", "ShardedTree", "TransformerCA", "Tree",
+    "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "export",
+    "full_attention", "leaf_order", "load_pretrained", "mass_loss", "merge_parts", "search_with_detours",
+    "tree_attention", "tree_loss",
 ]  # fmt: skip
 
 _HOME = {
@@ -60,6 +64,7 @@ _HOME = {
     "errors": ("BackendError", "CheckpointError", "ConfigError", "DataError", "InputError", "RetreeverError"),
     "explanation": ("explain",),
     "fidelity": ("Fidelity",),
+    "masses": ("mass_loss",),
     "models.bnp": ("BANP", "BNP"),
     "models.cmanp": ("CMANP",),
     "models.cnp": ("CANP", "CNP"),
@@ -80,6 +85,8 @@ _HOME = {
     "ops.frontier.api": ("Part", "merge_parts"),
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
+    "scaler": ("Scaled", "Scaler"),
+    "search_loss": ("search_with_detours", "tree_loss"),
     "sharded.tree": ("ShardedTree",),
     "tree.order": ("leaf_order",),
     "tree.plan": ("TreePlan",),

@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention_build import TOKEN_ORDERS, TokenOrder, build_tree, key_values, makers, stamped
+from retreever.attention_growing import GrowingAttention
 from retreever.attention_inputs import check_budget, check_context, check_search, shard_error
 from retreever.attention_search import Decisions, Found, read_tree, result_of, search_tree
 from retreever.batch import without_padding
 from retreever.cross_attention import Context, CrossAttention, Mask, Query, readout
 from retreever.fidelity import Fidelity, measure
-from retreever.growing import append_tokens, build_growing, change_tokens, fold_tree
+from retreever.growing import build_growing
+from retreever.growing_inputs import check_plain
 from retreever.nn.blocks import Residual
 from retreever.nn.multihead import block_arguments, copy_multihead, multihead_arguments
 from retreever.ops.backend import Impl
@@ -36,16 +38,15 @@ from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
 from retreever.sharded.build import build_for
 from retreever.sharded.tree import ShardedTree
 from retreever.sharded.wire import Wire
-from retreever.tree.aggregate import Aggregator, make_aggregator
+from retreever.tree.aggregate import Aggregator, Correction, make_aggregator
 from retreever.tree.stamp import Stamp
 from retreever.tree.value import Tree
 
 Noise = Float[Tensor, "b m depth"] | None
 Choices = Int[Tensor, "b m depth"] | None
-Index = int | Int[Tensor, " m"] | Int[Tensor, "b m"]
 
 
-class TreeCrossAttention(nn.Module):
+class TreeCrossAttention(GrowingAttention):
     """Cross attention that walks a tree and reads (branch - 1) * depth + one leaf block tokens per query.
 
     The policy that walks the tree is the attention itself: same weights, same scores.
@@ -61,6 +62,9 @@ class TreeCrossAttention(nn.Module):
         detach: cut gradients between tree levels.
         retrieval: "policy" searches; "full" reads all leaves with the same weights (ReTreever-Full).
         budget: how many tokens a query may read, one path at least; None reads one path.
+        correct: nodes are means of keys and values, plus a learned correction from the aggregator's embeddings, which
+            is 0 at first; with it "mean" learns too.
+        mean_levels: lowest levels whose nodes are means, without aggregator or correction: building costs the fewer.
         log_count: add the logarithm of its number of tokens to the score of a node, so that a mean stands for all.
         order: "given" takes tokens in leaf order; "keys" puts tokens with similar keys side by side.
         residual: see `AttentionBlock`; "none" with `hidden=0` is bare attention.
@@ -81,6 +85,8 @@ class TreeCrossAttention(nn.Module):
         detach: bool = False,
         retrieval: Retrieval = "policy",
         budget: int | None = None,
+        correct: bool = False,
+        mean_levels: int = 0,
         log_count: bool = False,
         order: TokenOrder = "given",
         residual: Residual = "pre",
@@ -93,6 +99,8 @@ class TreeCrossAttention(nn.Module):
         check_choice("retrieval", retrieval, RETRIEVALS)
         check_bool("detach", detach)
         check_budget(budget)
+        check_int("mean_levels", mean_levels, 0)
+        check_bool("correct", correct)
         check_bool("log_count", log_count)
         check_choice("order", order, TOKEN_ORDERS)
         self.block = readout(dim, heads, kdim, hidden, residual, dropout, bias, impl)
@@ -101,7 +109,8 @@ class TreeCrossAttention(nn.Module):
             reject("heads", f"a divisor of kdim={width}, for the transformer aggregator", heads)
         inner: Residual = "normalised" if residual == "doubled" else "pre" if residual == "none" else residual
         self.aggregator = make_aggregator(aggregator, width, heads, hidden or 2 * width, inner, dropout, impl)
-        self.branch, self.detach = branch, detach
+        self.correction = Correction(width, 2 * dim, 2 * dim) if correct else None
+        self.branch, self.detach, self.mean_levels = branch, detach, mean_levels
         self.retrieval: Retrieval = retrieval
         self.budget, self.log_count = budget, log_count
         self.order: TokenOrder = order
@@ -109,26 +118,44 @@ class TreeCrossAttention(nn.Module):
 
     @classmethod
     def from_multihead(
-        cls, attention: nn.MultiheadAttention, branch: int = 2, *, order: TokenOrder = "keys", budget: int | None = None
+        cls,
+        attention: nn.MultiheadAttention,
+        branch: int = 2,
+        *,
+        order: TokenOrder = "keys",
+        budget: int | None = None,
+        aggregator: Aggregator | nn.Module = "mean",
+        **more: Any,
     ) -> TreeCrossAttention:
         """Read a trained `nn.MultiheadAttention(batch_first=True)` through a tree of means. Nothing has to be trained.
 
         The nodes are means of its keys and values with the log of their counts, so any `budget` approximates it and one
         of all tokens is equal to it; `fidelity` measures how well. The attention has no dropout, since it is also the
         policy. The module is in the mode of `attention`: in training it samples its paths.
+
+        Another `aggregator` than "mean" learns a correction of the means (`correct=True`), which starts at 0; `more`
+        are further settings of the module.
         """
-        module = cls(**multihead_arguments(attention) | {"dropout": 0.0}, **_means(branch, order, budget))
+        arguments = multihead_arguments(attention) | {"dropout": 0.0}
+        module = cls(**arguments, **_means(branch, order, budget, aggregator) | more)
         copy_multihead(attention, module.to(attention.out_proj.weight).block)
         return module.train(attention.training)
 
     @classmethod
     def from_cross_attention(
-        cls, attention: CrossAttention, branch: int = 2, *, order: TokenOrder = "keys", budget: int | None = None
+        cls,
+        attention: CrossAttention,
+        branch: int = 2,
+        *,
+        order: TokenOrder = "keys",
+        budget: int | None = None,
+        aggregator: Aggregator | nn.Module = "mean",
+        **more: Any,
     ) -> TreeCrossAttention:
         """Read a trained `CrossAttention` through a tree of means, as `from_multihead` does."""
         if not isinstance(attention, CrossAttention):
             reject("attention", "a CrossAttention", type(attention).__name__)
-        module = cls(**block_arguments(attention.block), **_means(branch, order, budget))
+        module = cls(**block_arguments(attention.block), **_means(branch, order, budget, aggregator) | more)
         module.to(attention.block.to_out.weight).block.load_state_dict(attention.block.state_dict())
         return module.train(attention.training)
 
@@ -147,46 +174,12 @@ class TreeCrossAttention(nn.Module):
             check_context(self, self.block, context, mask)
             if capacity is not None:
                 check_int("capacity", capacity, 1)
+                check_plain(self, "capacity")
                 if self.order == "keys":
                     reject("capacity", "None where tokens are sorted by keys: append puts new ones beside", capacity)
         if capacity is None:
             return build_tree(self, context, mask, None)
         return build_growing(self, context, mask, capacity)
-
-    def append(
-        self, tree: Tree, tokens: Context, mask: Mask = None, *, window: int | None = None, in_place: bool = False
-    ) -> Tree:
-        """The tree with `tokens` appended to every row, in O(log n) aggregations per token.
-
-        A tree that grows (see `capacity` of `build`) takes them in its next slots, and gets room for `branch` times as
-        many when it is full. Any other tree keeps new tokens in a growing tree beside it, which searches read too: see
-        `fold`. Gradients reach the tokens.
-
-        Args:
-            tree: it stays as it is, unless `in_place`.
-            tokens: the same number for every row.
-            mask: True where a token is real; the others are left out.
-            window: a sliding window: token number t of a row takes slot t % window, and replaces what was there.
-            in_place: write into the memory of `tree`, which must not be used afterwards. Without it all of the tree is
-                copied first. Not for trees with gradients.
-        """
-        return append_tokens(self, tree, tokens, mask, window, in_place)
-
-    def replace(self, tree: Tree, index: Index, tokens: Context, *, in_place: bool = False) -> Tree:
-        """The tree with other tokens on the slots `index` (one, or as many as tokens; for all rows, or (b, m))."""
-        return change_tokens(self, tree, index, tokens, in_place)
-
-    def evict(self, tree: Tree, index: Index, *, in_place: bool = False) -> Tree:
-        """The tree without the tokens on the slots `index`, which are left empty. Every row must keep a token."""
-        return change_tokens(self, tree, index, None, in_place)
-
-    def fold(self, tree: Tree, order: Int[Tensor, "b n"] | None = None) -> Tree:
-        """One tree over the tokens of `tree` and of the one beside it, built anew.
-
-        `order` is the leaf order of all tokens, numbered as they were given to `build` and then to `append`; see
-        `leaf_order`. None sorts them as the module does.
-        """
-        return fold_tree(self, tree, order)
 
     def build_sharded(self, context: Context, mesh: DeviceMesh, mask: Mask = None) -> ShardedTree:
         """Build one tree over the tokens of all processes of `mesh`; every process calls this with its own.
@@ -195,6 +188,7 @@ class TreeCrossAttention(nn.Module):
         none. All processes call it together, each with queries of its own, and run `backward` together: paths, outputs
         and gradients are those of one process. `mesh` has one dimension; all contexts have the same number of rows.
         """
+        check_plain(self, "context")
         wire = Wire(mesh)
         wire.agree(shard_error(self, self.block, context, mask))
         tree = build_for(self, without_padding(context, mask), mask, wire, partial(key_values, self))
@@ -209,7 +203,8 @@ class TreeCrossAttention(nn.Module):
         generator: torch.Generator | None = None,
         *,
         budget: int | None = None,
-        leaves: bool = False,
+        leaves: bool | int = False,
+        sample: bool | None = None,
         check: bool = True,
     ) -> TreeCrossAttentionResult:
         """Answer `query` from `tree`.
@@ -222,7 +217,9 @@ class TreeCrossAttention(nn.Module):
             choices: the child to take at single decisions; -1 leaves them to the policy.
             generator: of the noise drawn in training.
             budget: how many tokens a query may read; None takes that of the module.
-            leaves: also read all leaves with the same weights, as training does (`result.leaves`).
+            leaves: also read all leaves with the same weights, as training does (`result.leaves`); a number does so for
+                the first queries of every row alone.
+            sample: whether paths are sampled; None does so in training.
             check: False skips the checks of all arguments.
         """
         if check:
@@ -238,14 +235,17 @@ class TreeCrossAttention(nn.Module):
             nothing = q.new_zeros(q.shape[:2])
             none = Found(TreeAttention(read_tree(self, q, tree), nothing.to(torch.int64), nothing, nothing))
             return result_of(block.finish(query, normed, none.first.output), none, tree, "full")
-        decisions = Decisions(noise, choices, generator)
+        decisions = Decisions(noise, choices, generator, self.training if sample is None else sample)
         found = search_tree(self, q, tree, decisions, self.budget if budget is None else budget)
         if not leaves:
             return result_of(block.finish(query, normed, found.first.output), found, tree, "policy")
         # One pass of the feed-forward for both outputs: they share all layers after the attention.
-        attended = torch.cat([found.first.output, read_tree(self, q, tree)])
-        both = block.finish(torch.cat([query, query]), torch.cat([normed, normed]), attended)
-        return result_of(both[: len(query)], found, tree, "policy", both[len(query) :])
+        m = query.shape[1]
+        first = slice(m if leaves is True else leaves)
+        attended = torch.cat([found.first.output, read_tree(self, q[:, first], tree)], dim=1)
+        queries, norms = (torch.cat([part, part[:, first]], dim=1) for part in (query, normed))
+        both = block.finish(queries, norms, attended)
+        return result_of(both[:, :m], found, tree, "policy", both[:, m:])
 
     def fidelity(
         self,
@@ -271,6 +271,7 @@ class TreeCrossAttention(nn.Module):
         return measure(self, queries, context, mask, budgets, error)
 
 
-def _means(branch: int, order: TokenOrder, budget: int | None) -> dict[str, Any]:
-    """Settings of a tree of means."""
-    return {"branch": branch, "order": order, "budget": budget, "aggregator": "mean", "log_count": True}
+def _means(branch: int, order: TokenOrder, budget: int | None, aggregator: Aggregator | nn.Module) -> dict[str, Any]:
+    """Settings of a tree of means, corrected where the aggregator learns."""
+    tree: dict[str, Any] = {"branch": branch, "order": order, "budget": budget, "aggregator": aggregator}
+    return tree | {"log_count": True, "correct": aggregator != "mean"}

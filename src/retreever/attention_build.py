@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,9 +16,11 @@ from retreever.nn.plain import plain_projection
 from retreever.ops.aggregate.api import project, projects
 from retreever.ops.backend import Impl, choose, transformed
 from retreever.ops.search.api import counted_keys
+from retreever.tree.aggregate import Correction
 from retreever.tree.build import build_nodes
-from retreever.tree.means import log_counts, mean_tree, node_counts
+from retreever.tree.means import log_counts, mean_nodes, mean_tree, node_counts
 from retreever.tree.order import in_order, permutation_of
+from retreever.tree.plan import TreePlan
 from retreever.tree.stamp import Sources, Stamp
 from retreever.tree.value import Tree
 
@@ -27,32 +29,61 @@ TOKEN_ORDERS: tuple[TokenOrder, ...] = ("given", "keys")
 Mask = Bool[Tensor, "b n"] | None
 
 
-class TreeModule(Protocol):
-    """What makes and reads trees: a `TreeCrossAttention`."""
+class TreeModule(nn.Module):
+    """The settings of a `TreeCrossAttention` by which trees are made and read."""
 
     block: AttentionBlock
     aggregator: nn.Module | None
+    correction: Correction | None
     branch: int
     detach: bool
+    mean_levels: int
     log_count: bool
     order: TokenOrder
     budget: int | None
     impl: Impl
-    training: bool
 
 
 def build_tree(module: TreeModule, context: Float[Tensor, "b n c"], mask: Mask, capacity: int | None) -> Tree:
     """The tree over `context`, whose arguments are checked; with a capacity, in the order given."""
+    if module.correction is not None:
+        return _build_corrected(module, without_padding(context, mask), mask)
     if module.aggregator is None:
         return build_means(module, *key_values(module, without_padding(context, mask)), mask, capacity)
     sorts = module.order == "keys" and capacity is None
     keys = key_values(module, without_padding(context, mask))[0] if sorts else context
     (context,), mask, order = _in_leaf_order(module, (context,), keys, mask, capacity)
-    plan, nodes, node_mask = build_nodes(
-        context, module.aggregator, module.branch, mask, module.detach, module.impl, capacity
-    )
+    plan, nodes, node_mask = _embeddings(module, context, mask, capacity)
     tree = Tree(plan, nodes, node_mask, *key_values(module, nodes), order=order)
     return _completed(module, tree, context.shape[1], capacity)
+
+
+def _build_corrected(module: TreeModule, context: Float[Tensor, "b n c"], mask: Mask) -> Tree:
+    """Nodes are means of keys and values, and above the lowest levels what `correction` makes of embeddings."""
+    assert module.correction is not None
+    pair = key_values(module, context)
+    (keys, values, context), mask, order = _in_leaf_order(module, (*pair, context), pair[0], mask, None)
+    plan, keys, values, node_mask = mean_tree(keys, values, module.branch, mask)
+    nodes = _embeddings(module, context, mask, None)[1]
+    top = plan.offsets[max(1, plan.depth + 1 - module.mean_levels)]  # nodes of the levels above
+    if top:
+        more = module.block.split_heads(module.correction(nodes[:, :top]))
+        keys, values = (
+            torch.cat([means[:, :top] + part, means[:, top:]], dim=1)
+            for means, part in zip((keys, values), more, strict=True)
+        )
+    return _completed(module, Tree(plan, nodes, node_mask, keys, values, order=order), context.shape[1], None)
+
+
+def _embeddings(
+    module: TreeModule, context: Float[Tensor, "b n c"], mask: Mask, capacity: int | None
+) -> tuple[TreePlan, Tensor, Tensor | None]:
+    """Plan, embeddings of all nodes and node mask over tokens in leaf order."""
+    if module.aggregator is None:
+        return mean_nodes(context, module.branch, mask, capacity)
+    return build_nodes(
+        context, module.aggregator, module.branch, mask, module.detach, module.impl, capacity, module.mean_levels
+    )
 
 
 def build_means(
@@ -84,7 +115,7 @@ def makers(module: TreeModule) -> Sources:
     """The layers whose weights are in a tree."""
     block = module.block
     norm = block.norm if block.shared_norm else block.context_norm
-    layers = {"aggregator": module.aggregator, "norm": norm, "to_kv": block.to_kv}
+    layers = {"aggregator": module.aggregator, "correction": module.correction, "norm": norm, "to_kv": block.to_kv}
     return {role: layer for role, layer in layers.items() if layer is not None}
 
 
@@ -105,7 +136,6 @@ def _completed(module: TreeModule, tree: Tree, n: int, capacity: int | None) -> 
         tree = replace(tree, count=node_counts(tree.plan, tree.mask), length=length, longest=n)
     if not stamped():
         return tree
-    assert isinstance(module, nn.Module)
     return replace(tree, stamp=Stamp.of(module, makers(module)))
 
 

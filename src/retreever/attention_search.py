@@ -22,11 +22,12 @@ Output = Float[Tensor, "b m d"]
 
 
 class Decisions(NamedTuple):
-    """What fixes the paths of a search; None leaves it to the policy, or to chance in training."""
+    """What fixes the paths of a search; what is None is left to the policy, or to chance with `sample`."""
 
     noise: Float[Tensor, "b m depth"] | None = None
     choices: Int[Tensor, "b m depth"] | None = None
     generator: torch.Generator | None = None
+    sample: bool = False
 
 
 class Found(NamedTuple):
@@ -41,13 +42,13 @@ def search_tree(
 ) -> Found:
     """Search `tree` and the tree beside it; parts are merged exactly, by the log-sum-exp of their scores."""
     if isinstance(tree, ShardedTree):
-        noise = _noise(module, q, tree, decisions)
+        noise = _noise(q, tree, decisions)
         return Found(search_sharded(q, tree, noise, decisions.choices, budget, module.impl))
     if tree.beside is None:
         return Found(_search(module, q, tree, decisions, budget))
     first_budget, beside_budget = _split(budget, tree)
     first = _search(module, q, tree, decisions, first_budget, lse=True)
-    beside = _search(module, q, tree.beside, Decisions(generator=decisions.generator), beside_budget, lse=True)
+    beside = _search(module, q, tree.beside, decisions._replace(noise=None, choices=None), beside_budget, lse=True)
     assert first.lse is not None and beside.lse is not None
     output = merge_parts([Part(first.output, first.lse), Part(beside.output, beside.lse)]).output
     log_prob, entropy = first.log_prob + beside.log_prob, first.entropy + beside.entropy
@@ -91,16 +92,16 @@ def result_of(
 def _search(
     module: TreeModule, q: Heads, tree: Tree, decisions: Decisions, budget: int | None, lse: bool = False
 ) -> TreeAttention:
-    noise = _noise(module, q, tree, decisions)
+    noise = _noise(q, tree, decisions)
     inputs = SearchInputs(
         q, tree.keys, tree.values, tree.plan, tree.mask, noise, decisions.choices, tree.log_count, tree.counted
     )
     return search(inputs, module.impl, budget, lse)
 
 
-def _noise(module: TreeModule, q: Heads, tree: Tree | ShardedTree, decisions: Decisions) -> Tensor | None:
-    """The noise given, or drawn in training."""
-    if decisions.noise is not None or not module.training:
+def _noise(q: Heads, tree: Tree | ShardedTree, decisions: Decisions) -> Tensor | None:
+    """The noise given, or drawn."""
+    if decisions.noise is not None or not decisions.sample:
         return decisions.noise
     return torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=decisions.generator)
 

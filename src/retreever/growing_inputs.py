@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from retreever.arguments import check_bool, reject
 from retreever.attention_build import TreeModule, makers, stamped
@@ -27,7 +27,6 @@ def check_change(
     module: TreeModule, tree: Tree, tokens: Tokens | None, in_place: bool, mask: Bool[Tensor, "b m"] | None = None
 ) -> None:
     """`tree` must be one of `module`, `tokens` must fit it, and `in_place` must be possible if asked for."""
-    assert isinstance(module, nn.Module)
     if not isinstance(tree, Tree):
         reject("tree", "a Tree made by build()", type(tree).__name__)
     if tokens is not None:
@@ -42,6 +41,7 @@ def check_change(
             check_finite("tokens", tokens, mask)
     if tree.stamp is not None and stamped():
         tree.stamp.check(module, lambda: makers(module))
+    check_plain(module, "tree")
     check_bool("in_place", in_place)
     if not in_place:
         return
@@ -52,6 +52,12 @@ def check_change(
         reject("in_place", "False where gradients are recorded (see torch.no_grad)", True)
     if tree.keys.is_inference() and not torch.is_inference_mode_enabled():
         reject("in_place", "False for a tree built in inference mode, outside of it", True)
+
+
+def check_plain(module: TreeModule, argument: str) -> None:
+    """Nodes of a tree that grows, or lies on several processes, are all made in one way."""
+    if module.correction is not None or module.mean_levels:
+        reject(argument, "a module without correct and mean_levels, for trees that grow or are spread", "one with them")
 
 
 def find_slots(tree: Tree, index: int | Tensor, count: int | None) -> Slots:

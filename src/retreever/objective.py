@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from retreever.arguments import check_choice, check_number, reject
+from retreever.arguments import check_choice, check_int, check_number, reject
 from retreever.batch import without_padding
 from retreever.detours import Detours, PerQuery, detour_credit
 from retreever.nn.heads import log_likelihood, squared_error
@@ -54,6 +54,11 @@ class ObjectiveConfig:
             always weights them by 1.
         detours: share of the queries that make one decision at random while training (see detours.py); none are made
             where `lambda_rl` is 0.
+        lambda_mass: weight of `mass_loss`, by which attention over all tokens teaches the search where to look. With it
+            `lambda_rl` can be 0; then training takes the most likely paths, as prediction does.
+        budgets: largest budget in training: every second step reads a random number of tokens up to this instead of one
+            path; 0 always reads what the model is set to.
+        share: of the queries for which all leaves are read too, and which train the search; fewer make steps faster.
     """
 
     reward: Reward | None = None
@@ -64,14 +69,20 @@ class ObjectiveConfig:
     alpha: float = 0.01
     gate: Gate = "leaves"
     detours: float = 0.0
+    lambda_mass: float = 0.0
+    budgets: int = 0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.reward is not None:
             check_choice("reward", self.reward, REWARDS)
         check_choice("baseline", self.baseline, BASELINES)
         check_choice("gate", self.gate, GATES)
-        for name in ("lambda_rl", "lambda_ca", "alpha"):
+        for name in ("lambda_rl", "lambda_ca", "alpha", "lambda_mass", "share"):
             check_number(name, getattr(self, name))
+        check_int("budgets", self.budgets, 0)
+        if not 0 < self.share <= 1:
+            reject("share", "a share of the queries, more than 0 and at most 1", self.share)
         check_number("constant", self.constant, minimum=-math.inf)
         check_number("detours", self.detours, below=1.0)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from retreever import Batch, ObjectiveConfig, ReTreever, TransformerCA, TreeCrossAttention
-from retreever.models.retreever import Draws, ReTreeverConfig
+from retreever.models.retreever import Draws
+from retreever.models.retreever_config import ReTreeverConfig
 
 COPY = {"inputs": "sequence", "dim_y": 12, "head": "categorical", "encoder": "identity"}
 SETTINGS = {"gp": {}, "celeba": {"dim_x": 2, "dim_y": 3}, "emnist": {"dim_x": 2, "dim_y": 1}, "copy": COPY}

@@ -76,7 +76,5 @@ def test_what_does_not_fit_is_named() -> None:
         model(tokens, tokens)
     with pytest.raises(InputError, match=r"yc: expected shape \(b, n, dy=0\)"):
         model.predict(tokens, tokens, queries)
-    with pytest.raises(InputError, match="inputs: expected 'tokens' to call the model"):
-        PerceiverIO(**TINY)(tokens, queries)
     with pytest.raises(InputError, match=r"xt: expected shape \(b, m, dx=4\)"):
         model.loss(Batch(tokens, tokens[..., :0], tokens, torch.zeros(2, 9, 5)))

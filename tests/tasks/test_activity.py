@@ -16,8 +16,8 @@ from retreever import DataError, InputError, TransformerCA
 from retreever.batch import Batch
 from retreever.data.activity_file import CLASSES, FILE, LABELS, TAGS, Recording, read_rows, recordings_of
 from retreever.tasks.activity import ActivityTask, Split, recording_indices, shuffled_indices, windows_of
+from retreever.train import fit
 from retreever.train.config import TrainConfig
-from retreever.train.engine import fit
 from retreever.train.score import evaluate
 
 WINDOW, STRIDE = 50, 25

@@ -18,7 +18,8 @@ from retreever.errors import DataError, InputError
 from retreever.tasks.images import EmnistTask, complete, load_emnist
 from retreever.tasks.padding import Law
 from retreever.train.config import TrainConfig
-from retreever.train.engine import Trainer, fit
+from retreever.train.engine import Trainer
+from retreever.train.fitting import fit
 from retreever.train.protocols import Task
 from retreever.train.score import evaluate
 

@@ -13,8 +13,8 @@ import torch
 
 from retreever import InputError, ReTreever, RetreeverError, TransformerCA
 from retreever.tasks.copy import VOCABULARY, CopyTask
+from retreever.train import fit
 from retreever.train.config import Precision, TrainConfig
-from retreever.train.engine import fit
 from retreever.train.log import Board
 from retreever.train.optimise import learning_rate, make_optimiser
 from retreever.train.protocols import Progress
@@ -143,8 +143,8 @@ def test_weights_that_run_away_are_not_blamed_on_the_data_alone() -> None:
     ("wrong", "message"),
     [
         ({"config": {"steps": 3}}, "^config: expected a TrainConfig, got dict"),
-        ({"task": CopyTask}, "^task: expected a task, got the class CopyTask"),
-        ({"task": [1]}, "^task: expected a task with training, sample, validation and metric, got a list"),
+        ({"data": CopyTask}, "^task: expected a task, got the class CopyTask"),
+        ({"data": [1]}, "^data: expected items that are a Batch or a tuple"),
         ({"model": torch.ones(1)}, "^model: expected a model, got Tensor"),
         ({"model": ReTreever(**TINY).requires_grad_(False)}, "^model: expected weights to train, got none"),
         pytest.param(
@@ -154,7 +154,7 @@ def test_weights_that_run_away_are_not_blamed_on_the_data_alone() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"model": ReTreever(**TINY), "task": CopyTask(8), "config": CONFIG} | wrong
+    arguments: dict[str, Any] = {"model": ReTreever(**TINY), "data": CopyTask(8), "config": CONFIG} | wrong
     with pytest.raises(RetreeverError, match=message):
         fit(**arguments)
 

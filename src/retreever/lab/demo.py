@@ -22,8 +22,8 @@ from retreever.lab.tables import Table
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
 from retreever.tasks.copy import CopyTask
+from retreever.train import fit
 from retreever.train.config import TrainConfig
-from retreever.train.engine import fit
 from retreever.train.log import Board
 from retreever.train.protocols import Record, as_rows
 from retreever.train.score import evaluate

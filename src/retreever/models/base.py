@@ -14,12 +14,12 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
-from retreever.arguments import reject
+from retreever.arguments import check_int, reject
 from retreever.batch import Batch, check_points, without_padding
 from retreever.checks import check_finite, check_float, check_like_weights, check_tensor, values_readable
 from retreever.models.config import AnyConfig
 from retreever.nn.embed import PointEmbed, SequenceEmbed, TokenEmbed
-from retreever.nn.heads import AnyHead
+from retreever.nn.heads import AnyHead, join
 from retreever.objective import Loss, masked_mean
 
 Contexts = Float[Tensor, "b n dx"]
@@ -28,6 +28,7 @@ Targets = Float[Tensor, "b m dx"]
 Mask = Bool[Tensor, "b n"] | None
 Tokens = Float[Tensor, "b n c"]
 Queries = Float[Tensor, "b m q"]
+CHUNK = 16_384  # queries that are answered at a time in evaluation
 
 
 class Model(nn.Module, ABC):
@@ -37,17 +38,6 @@ class Model(nn.Module, ABC):
     embed: PointEmbed | SequenceEmbed | TokenEmbed
     head: AnyHead
     memory: ClassVar[Any]  # the type that `encode` returns
-
-    def forward(self, tokens: Tokens, queries: Queries, mask: Mask = None) -> Float[Tensor, "b m out"]:
-        """Logits, or means, for raw `queries` about raw `tokens`; `mask` is True where a token is real.
-
-        For models with `inputs="tokens"`; the others take points, by `predict`.
-        """
-        if self.config.inputs != "tokens":
-            reject("inputs", "'tokens' to call the model; use predict(xc, yc, xt)", repr(self.config.inputs))
-        check_tensor("tokens", tokens, "b n c", c=self.config.dim_y)
-        dist = self.predict(tokens, tokens[..., :0], queries, mask)
-        return dist.logits if isinstance(dist, Categorical) else dist.mean
 
     def encode(self, xc: Contexts, yc: Values, mask: Mask = None) -> Any:
         """Prepare context points (xc, yc) for any number of calls of `answer`. `mask` is True at real points.
@@ -62,9 +52,41 @@ class Model(nn.Module, ABC):
         check_memory(self, memory, xt)
         return self._answer(memory, xt)
 
-    def predict(self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None) -> Distribution:
-        """Predictions at `xt` given context points (xc, yc); `mask` is True where a context point is real."""
-        return self.answer(self.encode(xc, yc, mask), xt)
+    def predict(
+        self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None, *, chunk: int | None = None
+    ) -> Distribution:
+        """Predictions at `xt` given context points (xc, yc); `mask` is True where a context point is real.
+
+        `chunk` answers so many queries at a time, without gradients. Without it this happens in evaluation, by 16,384,
+        where there are more.
+        """
+        return self._in_chunks(xc, yc, xt, mask, chunk)
+
+    def _in_chunks(
+        self, xc: Contexts, yc: Values, xt: Targets, mask: Mask, chunk: int | None, **reading: Any
+    ) -> Distribution:
+        """`predict`; `reading` goes to `answer`."""
+        if (size := chunk_size(self, xt, chunk)) is None:
+            return self.answer(self.encode(xc, yc, mask), xt, **reading)
+        with torch.no_grad():
+            memory = self.encode(xc, yc, mask)
+            return join([self.answer(memory, part, **reading) for part in torch.split(xt, size, dim=1)])
+
+    def forward(self, first: Batch | Tensor, *rest: Any, **named: Any) -> Any:
+        """The loss of a `Batch`, as DistributedDataParallel and others call it, or predictions, as `predict` does.
+
+        With `inputs="tokens"` it takes raw tokens, raw queries and a mask, and gives logits, or means.
+        """
+        if isinstance(first, Batch):
+            return self.loss(first, *rest, **named)
+        if self.config.inputs == "tokens":
+            return self._read_tokens(first, *rest, **named)
+        return self.predict(first, *rest, **named)
+
+    def _read_tokens(self, tokens: Tokens, queries: Queries, mask: Mask = None) -> Float[Tensor, "b m out"]:
+        check_tensor("tokens", tokens, "b n c", c=self.config.dim_y)
+        dist = self.predict(tokens, tokens[..., :0], queries, mask)
+        return dist.logits if isinstance(dist, Categorical) else dist.mean
 
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
@@ -87,6 +109,15 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def _answer(self, memory: Any, xt: Targets) -> Distribution:
         """`answer` without its checks."""
+
+
+def chunk_size(model: Model, xt: Tensor, chunk: int | None) -> int | None:
+    """How many queries to answer at a time, without gradients; None answers all at once."""
+    if chunk is not None:
+        check_int("chunk", chunk, 1)
+        return chunk
+    many = isinstance(xt, Tensor) and xt.dim() == 3 and xt.shape[1] > CHUNK
+    return CHUNK if many and not model.training and not torch.compiler.is_compiling() else None
 
 
 def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, checked: bool = False) -> None:

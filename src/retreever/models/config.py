@@ -75,6 +75,8 @@ class ModelConfig(AnyConfig):
         residual: form of the residual connections.
         max_tokens: longest context of the encoders linformer and chordmixer.
         window: tokens that each sees in the encoder local: itself and those before it in leaf order.
+        waves: random waves (Fourier features) that join the coordinates of points; 0 for none.
+        frequency: of the fastest waves, in radians per unit of the coordinates.
     """
 
     encoder: Encoder = "transformer"
@@ -84,12 +86,18 @@ class ModelConfig(AnyConfig):
     residual: Residual = "pre"
     max_tokens: int = 512
     window: int = 64
+    waves: int = 0
+    frequency: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("layers", self.layers, 0)
         for name in ("hidden", "max_tokens", "window"):
             check_int(name, getattr(self, name), 1)
+        check_int("waves", self.waves, 0)
+        check_number("frequency", self.frequency)
+        if self.waves and self.inputs != "points":
+            reject("waves", "0, as sequences have positions of their own", self.waves)
         check_number("dropout", self.dropout, below=1.0)
         check_choice("residual", self.residual, RESIDUALS)
 
@@ -117,7 +125,7 @@ def embedding(config: ModelConfig) -> PointEmbed | SequenceEmbed | TokenEmbed:
         return TokenEmbed(config.dim_y, config.dim_x, config.dim)
     if config.inputs == "sequence":
         return SequenceEmbed(config.dim_y, config.dim, config.hidden, config.dropout)
-    return PointEmbed(config.dim_x, config.dim_y, config.dim)
+    return PointEmbed(config.dim_x, config.dim_y, config.dim, waves=config.waves, frequency=config.frequency)
 
 
 def encoder(config: ModelConfig) -> nn.Module:

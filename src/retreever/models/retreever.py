@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,95 +11,45 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from retreever.arguments import check_bool, check_choice, check_int, reject
+from retreever.arguments import check_choice, reject
 from retreever.attention import TreeCrossAttention
 from retreever.attention_inputs import check_budget
 from retreever.batch import Batch
 from retreever.detours import Detours, PerQuery, draw_detours, find_detours
+from retreever.masses import mass_loss
 from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
-from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
+from retreever.models.config import embedding, encoder, head, read_out, resolve
+from retreever.models.retreever_config import ReTreeverConfig
 from retreever.models.stream import encode_points, update_memory
+from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import (
     REWARDS,
-    Baseline,
     Loss,
-    ObjectiveConfig,
     Reward,
     RewardFunction,
-    gate_of,
     masked_mean,
     reward_of,
-    three_term_loss,
 )
-from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
-from retreever.tree.aggregate import AGGREGATORS, Aggregator
-from retreever.tree.build import Tree, plan_for
-from retreever.tree.order import ORDERS, Order, in_order, leaf_order, permutation_of
+from retreever.results import Retrieval, TreeCrossAttentionResult
+from retreever.search_loss import Mean, tree_loss
+from retreever.tree.aggregate import Aggregator
+from retreever.tree.build import plan_for
+from retreever.tree.order import in_order, leaf_order, permutation_of
 from retreever.tree.plan import TreePlan
-
-Mean = Callable[[Tensor], Tensor]  # over all processes that train together
-
-
-@dataclass(frozen=True)
-class ReTreeverConfig(ModelConfig):
-    """Settings of ReTreever.
-
-    Attributes:
-        branch: children per tree node.
-        aggregator: how nodes summarise children.
-        detach: cut gradients between tree levels.
-        order: how tokens are laid on the leaves; "given" for sequences already in order.
-        axis: coordinate of the order "axis".
-        order_seed: of the orders "random" and "projection".
-        retrieval: "policy" searches the tree; "full" reads all leaves with the same weights.
-        budget: how many tokens a query may read, one path at least; None reads one path.
-        objective: the three-term loss.
-    """
-
-    branch: int = 2
-    aggregator: Aggregator = "transformer"
-    detach: bool = False
-    order: Order = "kd"
-    axis: int = 0
-    order_seed: int = 0
-    retrieval: Retrieval = "policy"
-    budget: int | None = None
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("branch", self.branch, 2)
-        check_choice("aggregator", self.aggregator, AGGREGATORS)
-        check_choice("order", self.order, ORDERS)
-        check_choice("retrieval", self.retrieval, RETRIEVALS)
-        check_budget(self.budget)
-        check_int("order_seed", self.order_seed, 0)
-        check_bool("detach", self.detach)
-        if not isinstance(self.objective, ObjectiveConfig):
-            reject("objective", "an ObjectiveConfig", type(self.objective).__name__)
-
-    def as_published(self) -> ReTreeverConfig:
-        """The config of the `paper` preset: as in the paper's public code where this library's defaults differ.
-
-        Detached tree levels, residuals on normalised inputs with the query added twice, raw keys and values, no gate,
-        no detours, and no reward baseline except minus log of the number of classes for the cross-entropy reward.
-        """
-        cross_entropy = self.objective.reward == "cross-entropy"
-        constant = -math.log(self.out) if cross_entropy else 0.0
-        baseline: Baseline = "constant" if cross_entropy else "none"
-        objective = replace(self.objective, baseline=baseline, constant=constant, gate="open", detours=0.0)
-        return replace(self, detach=True, residual="doubled", objective=objective)
+from retreever.tree.value import Tree
 
 
 class Draws(NamedTuple):
-    """Random draws that fix the paths of a training step: noise for every decision, and choices of detours."""
+    """Random draws that fix the paths of a training step: noise of decisions, choices of detours, a reading budget."""
 
     noise: Float[Tensor, "b m depth"] | None = None
     choices: Int[Tensor, "b m depth"] | None = None
+    budget: int | None = None
 
     def rows(self, which: slice) -> Draws:
         """The draws of some tasks of the batch."""
-        return Draws(*(None if part is None else part[which] for part in self))
+        noise, choices = (None if part is None else part[which] for part in self[:2])
+        return Draws(noise, choices, self.budget)
 
 
 class ReTreever(Model):
@@ -136,12 +85,40 @@ class ReTreever(Model):
             detach=c.detach,
             retrieval=c.retrieval,
             budget=c.budget,
+            correct=c.correct,
+            mean_levels=c.mean_levels,
+            log_count=c.log_count,
         )
         natural: dict[str, Reward] = {"categorical": "accuracy", "point": "squared-error"}
         default = natural.get(c.head, "log-likelihood")
         if reward is not None and not callable(reward):
             check_choice("reward", reward, REWARDS)
         self.reward: Reward | RewardFunction = reward or c.objective.reward or default
+
+    @classmethod
+    def from_transformer_ca(
+        cls,
+        model: TransformerCA,
+        *,
+        aggregator: Aggregator | nn.Module = "transformer",
+        reward: Reward | RewardFunction | None = None,
+        **fields: Any,
+    ) -> ReTreever:
+        """The trained `model` with its attention read through a tree of means, and a learned correction of them.
+
+        The correction is 0 at first, so any budget approximates `model`, one of all tokens is equal to it, and training
+        goes on from there. `aggregator="mean", correct=False` has nothing to learn. `fields` are further settings,
+        `mean_levels=2` unless given.
+        """
+        if not isinstance(model, TransformerCA):
+            reject("model", "a TransformerCA", type(model).__name__)
+        settings = {**asdict(model.config), "correct": True, "mean_levels": 2, "log_count": True, "dropout": 0.0}
+        tree = cls(reward=reward, aggregator=aggregator, **settings | fields)
+        tree.to(next(model.parameters()))
+        found = tree.load_state_dict(model.state_dict(), strict=False)
+        new = ("attention.aggregator.", "attention.correction.")
+        assert not found.unexpected_keys and all(name.startswith(new) for name in found.missing_keys), found
+        return tree.train(model.training)
 
     def set_reading(self, retrieval: Retrieval = "policy", budget: int | None = None) -> ReTreever:
         """Change how trees are read from now on, with the same weights; returns the model."""
@@ -187,10 +164,17 @@ class ReTreever(Model):
         return self.head(self.attention(self.embed.query(xt), memory, budget=budget, check=False).output)
 
     def predict(
-        self, xc: Contexts, yc: Values, xt: Targets, mask: Mask = None, budget: int | None = None
+        self,
+        xc: Contexts,
+        yc: Values,
+        xt: Targets,
+        mask: Mask = None,
+        budget: int | None = None,
+        *,
+        chunk: int | None = None,
     ) -> Distribution:
-        """Predictions at `xt` given context points (xc, yc); see `answer` and `encode`."""
-        return self.answer(self.encode(xc, yc, mask), xt, budget)
+        """Predictions at `xt` given context points (xc, yc); see `answer`, `encode` and `Model.predict`."""
+        return self._in_chunks(xc, yc, xt, mask, chunk, budget=budget)
 
     def search(
         self,
@@ -214,10 +198,19 @@ class ReTreever(Model):
         device = batch.xt.device
         depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask is not None).depth
         noise = torch.rand(b, m, depth, generator=generator, device=generator.device).to(device)
-        objective = self.config.objective
+        objective, budget = self.config.objective, None
+        if objective.budgets:
+            draw = torch.rand(2, generator=generator, device=generator.device).tolist()
+            budget = 1 + int(draw[1] * objective.budgets) if draw[0] < 0.5 else None
         if not (objective.detours and objective.lambda_rl):  # detours only train the search
-            return Draws(noise)
-        return Draws(noise, draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device))
+            return Draws(noise, budget=budget)
+        choices = draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device)
+        return Draws(noise, choices, budget)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a training step can be a CUDA graph: not where every step reads another number of tokens."""
+        return not self.config.objective.budgets
 
     def loss(self, batch: Batch, draws: Draws | None = None, mean: Mean | None = None) -> Loss:
         """The three-term loss, mean over real targets.
@@ -231,64 +224,73 @@ class ReTreever(Model):
         batch = take_batch(self, batch)
         memory = self._encode(batch.xc, batch.yc, batch.context_mask)
         query = self.embed.query(batch.xt)
-        draws = draws or Draws()
-        found = self.attention(query, memory, *draws, leaves=True, check=False)
-        both = self.head.net(torch.cat([found.output, found.leaves]))
-        dist, full = (self.head.distribution(raw) for raw in both.chunk(2))
-        task, leaves = self.head.loss(dist, batch.yt), self.head.loss(full, batch.yt)
-        mask = batch.target_mask
-        if not self.training:  # in evaluation the loss is the task loss alone
-            return Loss.only_task(masked_mean(task, mask))
-        gate, weight = self._gates(task, leaves, mask, mean)
-        loss = three_term_loss(
-            self.config.objective,
-            task=task,
-            leaves=leaves,
-            log_prob=found.log_prob,
-            entropy=found.entropy / max(1, memory.plan.depth),
-            reward=reward_of(self.reward, dist, batch.yt).to(task.dtype),
-            full_reward=reward_of(self.reward, full, batch.yt).to(task.dtype),
-            mask=mask,
-            gate=gate,
-            detours=self._detours(query, memory, found, draws, weight),
+        draws, objective = draws or Draws(), self.config.objective
+        taught = objective.lambda_mass and not objective.lambda_rl  # then paths need not be sampled
+        count = math.ceil(objective.share * query.shape[1])  # queries that read all leaves, too
+        found = self.attention(
+            query,
+            memory,
+            None if taught else draws.noise,
+            draws.choices,
+            budget=draws.budget,
+            leaves=count,
+            sample=False if taught else None,
+            check=False,
         )
-        if memory.plan.depth or self.attention.aggregator is None:
+        raw = self.head.net(torch.cat([found.output, found.leaves], dim=1))
+        dist, full = self.head.distribution(raw[:, : query.shape[1]]), self.head.distribution(raw[:, query.shape[1] :])
+        task = self.head.loss(dist, batch.yt)
+        if not self.training:  # in evaluation the loss is the task loss alone
+            return Loss.only_task(masked_mean(task, batch.target_mask))
+        first, truth = slice(count), batch.yt[:, :count]
+        mask = None if batch.target_mask is None else batch.target_mask[:, first]
+        loss = tree_loss(
+            replace(found, log_prob=found.log_prob[:, first], entropy=found.entropy[:, first]),
+            task[:, first],
+            self.head.loss(full, truth),
+            reward_of(self.reward, self.head.distribution(raw[:, first]), truth),
+            reward_of(self.reward, full, truth),
+            mask=mask,
+            config=objective,
+            chance=math.log(self.config.out) if self.config.head == "categorical" and self.config.out > 1 else None,
+            detours=self._detours(query[:, first], memory, found, draws.choices),
+            masses=self._masses(query[:, first], memory) if objective.lambda_mass else None,
+            mean=mean,
+        )
+        if count < query.shape[1]:  # the others have a task loss alone
+            rest = masked_mean(task, batch.target_mask) - masked_mean(task[:, first], mask)
+            loss = loss._replace(total=loss.total + rest, task=loss.task + rest.detach())
+        if memory.plan.depth > self.config.mean_levels:
             return loss
-        # Two tokens need no aggregator, yet processes that train together wait for gradients of all weights.
-        unused = [weight.sum() for weight in self.attention.aggregator.parameters()]
-        return loss._replace(total=loss.total + 0 * sum(unused))
+        # A low tree needs no aggregator, yet processes that train together wait for gradients of all weights.
+        learned = [part for part in (self.attention.aggregator, self.attention.correction) if part is not None]
+        unused = sum(weight.sum() for part in learned for weight in part.parameters())
+        return loss._replace(total=loss.total + 0 * unused)
 
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Tree:
-        tokens = self.embed.context(xc, yc)
-        if mask is not None or self.config.order != "given":
-            c = self.config
+        order, c = None, self.config
+        if mask is not None or c.order != "given":
             order = permutation_of(c.order, xc, mask, c.branch, c.axis, c.order_seed)
-            tokens, mask = in_order(tokens, order), None if mask is None else in_order(mask, order)
-            return replace(self.attention.build(self.encoder(tokens, mask), mask, check=False), order=order)
-        return self.attention.build(self.encoder(tokens, mask), mask, check=False)
+            # Points are put in order before they are embedded: they are narrower than tokens and need no gradient.
+            xc, yc, mask = in_order(xc, order), in_order(yc, order), None if mask is None else in_order(mask, order)
+        tree = self.attention.build(self.encoder(self.embed.context(xc, yc), mask), mask, check=False)
+        return tree if order is None else replace(tree, order=order)
 
     def _answer(self, memory: Tree, xt: Targets) -> Distribution:
         return self.head(self.attention(self.embed.query(xt), memory, check=False).output)
 
+    def _heads(self, query: Float[Tensor, "b m d"]) -> Float[Tensor, "b m h e"]:
+        return self.attention.block.start(query)[1]
+
+    def _masses(self, query: Float[Tensor, "b m d"], memory: Tree) -> PerQuery:
+        """`mass_loss` of the levels that learn."""
+        return mass_loss(self._heads(query), memory, max(1, memory.plan.depth - self.config.mean_levels))
+
     def _detours(
-        self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, draws: Draws, weight: PerQuery | float
+        self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, choices: Tensor | None
     ) -> Detours | None:
-        if draws.choices is None:
+        """Detours of the first queries, those in `query`."""
+        if choices is None:
             return None
-        return find_detours(self.attention.block.start(query)[1], memory, found.path, draws.choices, weight)
-
-    def _gates(
-        self, task: PerQuery, leaves: PerQuery, mask: Tensor | None, mean: Mean | None
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """Weight of the search in the loss, the same in all processes, and weight of a detour of each query.
-
-        A detour is weighted by the progress of its query over all leaves and by that of the search: at chance level,
-        imitating random decisions would make all children equally likely.
-        """
-        objective = self.config.objective
-        if objective.gate == "open" or not objective.lambda_ca or self.config.head != "categorical":
-            return 1.0, 1.0
-        chance = math.log(self.config.out)
-        means = torch.stack([masked_mean(loss.detach(), mask) for loss in (leaves, task)])
-        gate, found = gate_of(means if mean is None else mean(means), chance).unbind()
-        return gate, found * gate_of(leaves, chance)
+        first = slice(query.shape[1])
+        return find_detours(self._heads(query), memory, found.path[:, first], choices[:, first], 1.0)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Distribution
 
-from retreever.arguments import check_int
+from retreever.arguments import check_int, reject
 from retreever.batch import Batch, without_padding
 from retreever.models.base import Contexts, Mask, Targets, Values, check_context, take_batch
 from retreever.models.neural_process import Encoded, NeuralProcess
@@ -60,8 +60,15 @@ class SampledProcess(NeuralProcess):
         mask: Mask = None,
         samples: int = SAMPLES,
         generator: torch.Generator | None = None,
+        *,
+        chunk: int | None = None,
     ) -> Distribution:
-        """A mixture of `samples` predictions at `xt`: `log_prob` is per point, `sample` draws whole functions."""
+        """A mixture of `samples` predictions at `xt`: `log_prob` is per point, `sample` draws whole functions.
+
+        Samples are of all queries at once, so there are no chunks.
+        """
+        if chunk is not None:
+            reject("chunk", "None, as samples are of all queries at once", chunk)
         return self.answer(self.encode(xc, yc, mask, samples, generator), xt)
 
     def draws_for(self, batch: Batch, generator: torch.Generator) -> Noise:

@@ -15,7 +15,8 @@ from retreever.models.lbanp import LBANP, LBANPConfig
 from retreever.models.neural_process import NPConfig
 from retreever.models.np import ANP, NP
 from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
-from retreever.models.retreever import ReTreever, ReTreeverConfig
+from retreever.models.retreever import ReTreever
+from retreever.models.retreever_config import ReTreeverConfig
 from retreever.models.series.kinds import SERIES
 from retreever.models.tnp import TNPD, TNPDConfig
 from retreever.models.transformer_ca import TransformerCA

@@ -13,20 +13,54 @@ from retreever.nn.blocks import MLP
 
 
 class PointEmbed(nn.Module):
-    """Points of a function: (x, y) pairs as context, x alone as query (paper, appendix; depth 4 with ELU)."""
+    """Points of a function: (x, y) pairs as context, x alone as query (paper, appendix; depth 4 with ELU).
 
-    def __init__(self, dim_x: int, dim_y: int, dim: int, depth: int = 4, activation: type[nn.Module] = nn.ELU) -> None:
+    With `waves` the coordinates are joined by sines and cosines of so many random projections (Fourier features).
+    """
+
+    def __init__(
+        self,
+        dim_x: int,
+        dim_y: int,
+        dim: int,
+        depth: int = 4,
+        activation: type[nn.Module] = nn.ELU,
+        waves: int = 0,
+        frequency: float = 4.0,
+    ) -> None:
         super().__init__()
-        self.of_context = MLP(dim_x + dim_y, dim, dim, depth, activation)
-        self.of_query = MLP(dim_x, dim, dim, depth, activation)
+        self.waves = FourierFeatures(dim_x, waves, frequency) if waves else None
+        width = dim_x + 2 * waves
+        self.of_context = MLP(width + dim_y, dim, dim, depth, activation)
+        self.of_query = MLP(width, dim, dim, depth, activation)
 
     def context(self, x: Float[Tensor, "b n dx"], y: Float[Tensor, "b n dy"]) -> Float[Tensor, "b n d"]:
         """Tokens of context points."""
-        return self.of_context(torch.cat([x, y], dim=-1))
+        return self.of_context(torch.cat([self._places(x), y], dim=-1))
 
     def query(self, x: Float[Tensor, "b m dx"]) -> Float[Tensor, "b m d"]:
         """Tokens of the places to predict at."""
-        return self.of_query(x)
+        return self.of_query(self._places(x))
+
+    def _places(self, x: Float[Tensor, "b n dx"]) -> Float[Tensor, "b n c"]:
+        return x if self.waves is None else self.waves(x)
+
+
+class FourierFeatures(nn.Module):
+    """The coordinates, and sines and cosines of random projections of them.
+
+    The frequencies are normal numbers whose spread rises from a tenth of `frequency` to `frequency`, in radians per
+    unit: slow waves tell regions apart, fast ones neighbours. They are saved with the weights and not trained.
+    """
+
+    def __init__(self, dim_x: int, waves: int, frequency: float) -> None:
+        super().__init__()
+        spread = frequency * torch.logspace(-1, 0, waves)
+        self.frequencies = nn.Buffer(torch.randn(dim_x, waves) * spread)
+
+    def forward(self, x: Float[Tensor, "b n dx"]) -> Float[Tensor, "b n c"]:
+        angles = x @ self.frequencies
+        return torch.cat([x, angles.sin(), angles.cos()], dim=-1)
 
 
 class TokenEmbed(nn.Module):

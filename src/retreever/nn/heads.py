@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from retreever.arguments import check_choice, check_int
+from retreever.arguments import check_choice, check_int, reject
 from retreever.nn.blocks import MLP
 from retreever.nn.mixture import FunctionMixture, log_mean_exp
 
@@ -94,6 +95,20 @@ def squared_error(dist: Distribution, y: Float[Tensor, "b m dy"]) -> Float[Tenso
     """Squared error of the mean per query, summed over its outputs; unknown outputs are NaN in `y` and count 0."""
     known = ~y.isnan()
     return (dist.mean - y.masked_fill(~known, 0)).masked_fill(~known, 0).square().sum(dim=-1)
+
+
+def join(parts: Sequence[Distribution]) -> Distribution:
+    """The predictions of consecutive queries as one distribution."""
+    first: Any = parts[0]
+    every: Sequence[Any] = parts
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Categorical):
+        return Categorical(logits=torch.cat([part.logits for part in every], dim=-2), validate_args=False)
+    if isinstance(first, Independent) and isinstance(first.base_dist, Normal):
+        mean, std = (torch.cat([getattr(part.base_dist, name) for part in every], -2) for name in ("loc", "scale"))
+        return Independent(Normal(mean, std, validate_args=False), 1, validate_args=False)
+    reject("chunk", "None, as predictions of this kind cannot be joined", type(first).__name__)
 
 
 def make_head(head: Head, dim: int, hidden: int, outputs: int, norm: bool = False, depth: int = 2) -> AnyHead:

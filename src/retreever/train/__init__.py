@@ -11,10 +11,11 @@ _PLACES = {
     "TrainConfig": "config",
     "Trainer": "engine",
     "evaluate": "score",
-    "fit": "engine",
+    "fit": "fitting",
+    "fit_staged": "staged",
     "train_in": "together",
 }
-__all__ = ["RunFolder", "Stopped", "TrainConfig", "Trainer", "evaluate", "fit", "train_in"]
+__all__ = ["RunFolder", "Stopped", "TrainConfig", "Trainer", "evaluate", "fit", "fit_staged", "train_in"]
 
 
 def __getattr__(name: str) -> Any:

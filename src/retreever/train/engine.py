@@ -21,7 +21,7 @@ from retreever.train.config import TrainConfig
 from retreever.train.distributed import Ranks, synchronised
 from retreever.train.graph import capture
 from retreever.train.optimise import autocast, learning_rate, make_optimiser, numerics, set_rate
-from retreever.train.protocols import Model, Padded, Progress, Record, Searches, Task, Watcher
+from retreever.train.protocols import Model, Padded, Progress, Record, Searches, Task
 from retreever.train.random import OwnDefault
 from retreever.train.score import evaluate
 
@@ -126,6 +126,7 @@ class Trainer:
             _check_loss(Loss(*row), step)
         self._settled = self.step
         due = self.step % self.config.evaluate_every == 0 or self.step == self.config.steps
+        due = due and getattr(self.task, "validates", True)
         value = self._validate() if due else None
         now = time.perf_counter()
         self.seconds, self._since = self.seconds + now - (self._since or now), now
@@ -180,25 +181,6 @@ class Trainer:
         with self.working():
             value = evaluate(self.model, self.task, self._validation, self.device)
         return self.ranks.from_first(value, self.device)
-
-
-def fit(
-    model: Model, task: Task, config: TrainConfig, *, device: str = "cpu", watch: Watcher | None = None
-) -> list[Record]:
-    """Train `model` on `task` in place, in memory alone, and return its validation history.
-
-    The model keeps the weights of the last step and ends in the mode, training or evaluation, it came in.
-    """
-    was_training = getattr(model, "training", True)
-    trainer = Trainer(model, task, config, device)
-    try:
-        while not trainer.done:
-            progress = trainer.advance()
-            if watch is not None:
-                watch(progress)
-    finally:
-        model.train(was_training)
-    return trainer.history
 
 
 def _check_run(model: Model, task: Task, config: TrainConfig) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, TypeVar
@@ -14,10 +15,11 @@ from retreever.errors import BackendError
 from retreever.train.protocols import Progress, Watcher
 
 T = TypeVar("T")
+WINDOW = 20  # looks over which the mean of the loss runs
 
 
 class Board:
-    """One live line per run: step, loss, metric, steps per second, time left. A context manager.
+    """One live line per run: step, running mean of the loss, metric, steps per second, time left. A context manager.
 
     Not on a terminal a run has a plain line at most every `seconds`, and one at its end.
 
@@ -40,6 +42,7 @@ class Board:
         self.names, self.metric, self.seconds, self.quiet = list(names), metric, seconds, quiet
         self.stream = sys.stderr if stream is None else stream
         self._shown = [float("-inf")] * len(self.names)
+        self._means: list[float | None] = [None] * len(self.names)
         self._bars: Any = None
 
     def __enter__(self) -> Board:
@@ -62,6 +65,9 @@ class Board:
     def _show(self, index: int, progress: Progress) -> None:
         if self.quiet:
             return
+        before = self._means[index]
+        mean = progress.loss if before is None else before + (progress.loss - before) / WINDOW
+        self._means[index], progress = mean, replace(progress, loss=mean)
         if self._bars is not None:
             row, note = self._rows[index], _brief(progress)
             self._bars.update(row, total=progress.steps, completed=progress.step, note=note)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -48,6 +49,19 @@ class TransformerAggregator(nn.Module):
         # Without real children the softmax would be over nothing: let padding attend to itself, then drop the result.
         visible = None if mask is None else mask | ~mask.any(dim=1, keepdim=True)
         return self.mean(self.layer(children, children, visible), mask)
+
+
+class Correction(nn.Module):
+    """What is added to the means of keys and values below inner nodes, from embeddings of these; nothing at first."""
+
+    def __init__(self, width: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, outputs)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, nodes: Float[Tensor, "b t d"]) -> Float[Tensor, "b t c"]:
+        return self.down(F.gelu(self.up(self.norm(nodes))))
 
 
 def make_aggregator(

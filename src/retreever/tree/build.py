@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from retreever.arguments import reject
 from retreever.ops.aggregate.api import aggregate, aggregates
 from retreever.ops.backend import Impl, choose
-from retreever.tree.aggregate import plain_weights
+from retreever.tree.aggregate import MeanAggregator, plain_weights
 from retreever.tree.order import in_order, leaf_layout
 from retreever.tree.plan import TreePlan, packed_plan
 from retreever.tree.value import Tree as Tree
 
 CACHED_ROWS, MOST_PLANS = 2048, 1024
+_MEAN = MeanAggregator()
 _PLANS: dict[tuple[int, int, bool], TreePlan] = {}
 
 
@@ -41,6 +42,7 @@ def build_nodes(
     detach: bool = False,
     impl: Impl = "auto",
     capacity: int | None = None,
+    mean_levels: int = 0,
 ) -> tuple[TreePlan, Float[Tensor, "b t d"], Bool[Tensor, "b t"] | None]:
     """Embeddings of all nodes over `context`, whose tokens are already in leaf order and checked.
 
@@ -53,13 +55,14 @@ def build_nodes(
         impl: backend of the transformer aggregator, where a kernel can replace it.
         capacity: pack the tokens from the left, with room for so many: token i lies on leaf slot i. None spreads them
             evenly.
+        mean_levels: lowest levels whose nodes are means of their children, without the aggregator.
 
     Returns:
         The plan, the nodes and the node mask (None when all nodes are real).
     """
     plan = plan_for(context.shape[1], branch, mask is not None, capacity)
     leaves, real = leaves_of(context, plan, mask, capacity is not None)
-    return plan, *nodes_over(leaves, real, plan, aggregator, detach, impl)
+    return plan, *nodes_over(leaves, real, plan, aggregator, detach, impl, mean_levels)
 
 
 def nodes_over(
@@ -69,18 +72,20 @@ def nodes_over(
     aggregator: nn.Module,
     detach: bool = False,
     impl: Impl = "auto",
+    mean_levels: int = 0,
 ) -> tuple[Float[Tensor, "b t d"], Bool[Tensor, "b t"] | None]:
     """Nodes and node mask above tokens that lie on their leaf slots; `real` is None where every slot has one."""
     masks = None if real is None else level_masks(plan, real)
     node_mask = None if masks is None else torch.cat(masks[::-1], dim=1)
-    if choose("aggregate", impl, leaves) != "reference":
+    if not mean_levels and choose("aggregate", impl, leaves) != "reference":
         weights = plain_weights(aggregator)
         if weights is not None and aggregates(plan, weights, leaves):
             return aggregate(leaves, node_mask, plan, weights), node_mask
     levels = [leaves]
     for height in range(plan.depth):
         level_mask = None if masks is None else masks[height]
-        levels.append(summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), aggregator, detach))
+        summary = _MEAN if height < mean_levels else aggregator
+        levels.append(summarise(levels[-1], level_mask, plan.branch ** (plan.depth - height), summary, detach))
     return torch.cat(levels[::-1], dim=1), node_mask
 
 

@@ -33,21 +33,28 @@ def mean_tree(
     plain = not (needs_gradient(keys, values) or torch.compiler.is_compiling())
     if plain and mask is None and plan.full and capacity is None:
         return plan, *_filled(plan, keys, values), None
-    leaves, real = leaves_of(torch.stack([keys, values], dim=2).flatten(2), plan, mask, capacity is not None)
-    levels, node_mask = [leaves], None
+    plan, nodes, node_mask = mean_nodes(torch.stack([keys, values], dim=2).flatten(2), branch, mask, capacity)
+    keys, values = nodes.view(b, plan.nodes, 2, h, e).unbind(dim=2)
+    return plan, keys, values, node_mask
+
+
+def mean_nodes(
+    tokens: Float[Tensor, "b n c"], branch: int, mask: Bool[Tensor, "b n"] | None, capacity: int | None = None
+) -> tuple[TreePlan, Float[Tensor, "b t c"], Bool[Tensor, "b t"] | None]:
+    """Plan, means of the tokens below all nodes, and node mask, with gradients. Padding holds finite numbers."""
+    plan = plan_for(tokens.shape[1], branch, mask is not None, capacity)
+    leaves, real = leaves_of(tokens, plan, mask, capacity is not None)
+    levels = [leaves]
     if real is None:  # all blocks are full, so that means of means are means
         for level in range(plan.depth, 0, -1):
             levels.append(_mean(_grouped(levels[-1], plan.branch**level)))
-    else:
-        masks = level_masks(plan, real)
-        node_mask = torch.cat(masks[::-1], dim=1)
-        counts = _counts(plan, real, torch.promote_types(leaves.dtype, torch.float32))
-        sums = leaves.to(counts[0].dtype)
-        for level, count in zip(range(plan.depth, 0, -1), counts[1:], strict=True):
-            sums = _grouped(sums, plan.branch**level).sum(dim=2)
-            levels.append((sums / count.clamp_min(1)[..., None]).to(leaves.dtype))
-    nodes = torch.cat(levels[::-1], dim=1).view(b, plan.nodes, 2, h, e)
-    return plan, nodes[:, :, 0], nodes[:, :, 1], node_mask
+        return plan, torch.cat(levels[::-1], dim=1), None
+    counts = _counts(plan, real, torch.promote_types(leaves.dtype, torch.float32))
+    sums = leaves.to(counts[0].dtype)
+    for level, count in zip(range(plan.depth, 0, -1), counts[1:], strict=True):
+        sums = _grouped(sums, plan.branch**level).sum(dim=2)
+        levels.append((sums / count.clamp_min(1)[..., None]).to(leaves.dtype))
+    return plan, torch.cat(levels[::-1], dim=1), torch.cat(level_masks(plan, real)[::-1], dim=1)
 
 
 def _filled(plan: TreePlan, keys: Heads, values: Heads) -> tuple[Heads, Heads]:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from retreever.attention import TokenOrder, TreeCrossAttention
+from retreever.attention import TreeCrossAttention
+from retreever.attention_build import TokenOrder
 from retreever.errors import BackendError, InputError, RetreeverError
 from retreever.explanation import Explanation, explain
 from retreever.lab.figures import retrieval

@@ -35,7 +35,9 @@ def test_shipped_weights_are_what_their_card_says(name: str) -> None:
     task = recipe.task
     assert card.size < MAX_BYTES and card.tolerance <= TOLERANCE and task.name != "celeba" and not recipe.quick
     assert name.split("-")[0] == task.name and name in (task.name, f"copy-{task.context * 2}")
-    assert model_to_json(recipe.make_model()) == card.model == model_to_json(model)
+    settings = model_to_json(model)
+    assert model_to_json(recipe.make_model()) == settings
+    assert card.model.items() <= settings.items()  # settings that came later have their defaults
     assert card.parameters == sum(p.numel() for p in model.parameters())
     assert card.tokens == model.tokens(card.context) and card.metric == task.metric
     assert probe(model) == pytest.approx(card.probe, rel=1e-8, abs=1e-8)

@@ -24,7 +24,8 @@ from retreever.lab.bench.timing import Call, time_together
 from retreever.lab.tables import Table
 from retreever.models.retreever import ReTreever
 from retreever.pretrained.load import load_pretrained
-from retreever.tree.build import Tree, plan_for
+from retreever.tree.build import plan_for
+from retreever.tree.value import Tree
 
 Part = Callable[..., Mapping[str, Tensor]]  # a loaded file: tensors by position, named tensors out
 TORCH = "PyTorch"

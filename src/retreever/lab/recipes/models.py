@@ -83,7 +83,8 @@ def make_model(
     """
     from retreever.models.config import ModelConfig
     from retreever.models.perceiver_io import PerceiverIO, PerceiverIOConfig
-    from retreever.models.retreever import ReTreever, ReTreeverConfig
+    from retreever.models.retreever import ReTreever
+    from retreever.models.retreever_config import ReTreeverConfig
     from retreever.models.transformer_ca import TransformerCA
     from retreever.objective import ObjectiveConfig
     from retreever.tree.plan import TreePlan

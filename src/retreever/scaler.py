@@ -1,0 +1,106 @@
+"""`Scaler`: inputs and targets of one's own brought to about one and back, saved with the weights of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, Normal
+
+from retreever.arguments import check_int, reject
+from retreever.batch import Batch
+from retreever.objective import Loss
+
+SMALLEST = 1e-6  # spread of a column that does not vary
+
+
+class Scaler(nn.Module):
+    """Columns minus their mean, divided by their spread; `invert` takes predictions back. Fitted by `Scaler.of`.
+
+    The context may have more columns than there are outputs: as many flags again, 1 where a value is known, or others.
+    Only the first `outputs` columns are scaled, and with flags an unknown value stays 0.
+    """
+
+    def __init__(self, coordinates: int, outputs: int) -> None:
+        super().__init__()
+        for name, size in (("coordinates", coordinates), ("outputs", outputs)):
+            check_int(name, size, 1)
+        self.x_mean, self.x_spread = nn.Buffer(torch.zeros(coordinates)), nn.Buffer(torch.ones(coordinates))
+        self.y_mean, self.y_spread = nn.Buffer(torch.zeros(outputs)), nn.Buffer(torch.ones(outputs))
+
+    @classmethod
+    def of(cls, batches: Batch | Iterable[Batch]) -> Scaler:
+        """Fitted to the real targets and context points of `batches`; unknown outputs do not count."""
+        found = [batches] if isinstance(batches, Batch) else list(batches)
+        if not found or not all(isinstance(batch, Batch) and batch.yt.dim() == 3 for batch in found):
+            reject("batches", "batches of floating point targets (b, m, dy)", f"{len(found)} items")
+        xs = [_real(b.xc, b.context_mask) for b in found] + [_real(b.xt, b.target_mask) for b in found]
+        ys = torch.cat([_real(b.truth, b.target_mask) for b in found])
+        scaler = cls(xs[0].shape[-1], ys.shape[-1])
+        scaler.load_state_dict(dict(zip(scaler.state_dict(), (*_moments(torch.cat(xs)), *_moments(ys)), strict=True)))
+        return scaler
+
+    def x(self, x: Float[Tensor, "b n dx"]) -> Float[Tensor, "b n dx"]:
+        """Scaled coordinates."""
+        return (x - self.x_mean) / self.x_spread
+
+    def context(self, y: Float[Tensor, "b n dy"]) -> Float[Tensor, "b n dy"]:
+        """Scaled values of context points."""
+        out = len(self.y_mean)
+        values, more = (y[..., :out] - self.y_mean) / self.y_spread, y[..., out:]
+        return torch.cat([values * more if more.shape[-1] == out else values, more], dim=-1)
+
+    def batch(self, batch: Batch) -> Batch:
+        """The scaled batch."""
+        yt = (batch.yt - self.y_mean) / self.y_spread
+        return replace(batch, xc=self.x(batch.xc), yc=self.context(batch.yc), xt=self.x(batch.xt), yt=yt)
+
+    def invert(self, dist: Distribution) -> Distribution:
+        """Predictions in the units of the targets."""
+        if not isinstance(dist, Independent) or not isinstance(dist.base_dist, Normal):
+            reject("dist", "normal predictions", type(dist).__name__)
+        mean, spread = dist.base_dist.loc, dist.base_dist.scale
+        scaled = Normal(mean * self.y_spread + self.y_mean, spread * self.y_spread, validate_args=False)
+        return Independent(scaled, 1, validate_args=False)
+
+
+class Scaled(nn.Module):
+    """A model in the units of the data: what goes in is scaled, what comes out is scaled back.
+
+    `state_dict` holds both; `fit`, `evaluate` and `predict` take it as any model.
+    """
+
+    def __init__(self, model: Any, scaler: Scaler) -> None:
+        super().__init__()
+        if not isinstance(scaler, Scaler):
+            reject("scaler", "a Scaler", type(scaler).__name__)
+        self.model, self.scaler = model, scaler
+
+    def predict(self, xc: Tensor, yc: Tensor, xt: Tensor, mask: Tensor | None = None, **reading: Any) -> Distribution:
+        """Predictions in the units of the targets; `reading` goes to the model."""
+        scaler = self.scaler
+        return scaler.invert(self.model.predict(scaler.x(xc), scaler.context(yc), scaler.x(xt), mask, **reading))
+
+    def loss(self, batch: Batch, *draws: Any) -> Loss:
+        """The loss of the scaled batch."""
+        return self.model.loss(self.scaler.batch(batch), *draws)
+
+    def forward(self, first: Batch | Tensor, *rest: Any, **named: Any) -> Any:
+        return self.loss(first, *rest) if isinstance(first, Batch) else self.predict(first, *rest, **named)
+
+
+def _real(values: Tensor, mask: Tensor | None) -> Float[Tensor, "points d"]:
+    return values.flatten(0, 1) if mask is None else values[mask]
+
+
+def _moments(values: Float[Tensor, "points d"]) -> tuple[Tensor, Tensor]:
+    """Mean and spread of every column over its known values."""
+    known = ~values.isnan()
+    count = known.sum(dim=0).clamp_min(1)
+    mean = values.nan_to_num().sum(dim=0) / count
+    spread = ((values - mean).nan_to_num().square().sum(dim=0) / count).sqrt()
+    return mean, torch.where(spread > SMALLEST, spread, 1.0)

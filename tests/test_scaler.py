@@ -1,0 +1,77 @@
+"""`Scaler`: brings data to about one and back, leaves unknown values alone, is saved with the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Independent, Normal
+
+from retreever import Batch, InputError, ReTreever, Scaled, Scaler
+from retreever.train import TrainConfig, fit
+
+SIZES = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
+
+
+def data(seed: int = 0, shift: float = 300.0, spread: float = 7.0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = 1990 + 10 * torch.rand(4, 12, 2, generator=generator)
+    y = shift + spread * torch.randn(4, 12, 1, generator=generator)
+    return Batch(x[:, :7], y[:, :7], x[:, 7:], y[:, 7:])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(-1e3, 1e3), st.floats(0.1, 1e3), st.integers(0, 99))
+def test_targets_become_standard_and_come_back(shift: float, spread: float, seed: int) -> None:
+    batch = data(seed, shift, spread)
+    scaler = Scaler.of(batch)
+    scaled = scaler.batch(batch)
+    assert abs(float(scaled.yt.mean())) < 1e-3 and abs(float(scaled.yt.std(correction=0)) - 1) < 1e-3
+    assert float(scaled.xc.abs().max()) < 4
+    back = scaler.invert(Independent(Normal(scaled.yt, torch.ones_like(scaled.yt)), 1))
+    torch.testing.assert_close(back.mean, batch.yt, rtol=1e-4, atol=1e-3 * spread)
+
+
+def test_densities_change_by_the_spread() -> None:
+    """log p(y) = log p(scaled y) - log spread."""
+    batch = data()
+    scaler = Scaler.of([batch])
+    inner = Independent(Normal(torch.zeros(4, 5, 1), torch.ones(4, 5, 1)), 1)
+    outer = scaler.invert(inner)
+    expected = inner.log_prob(scaler.batch(batch).yt) - scaler.y_spread.log()
+    torch.testing.assert_close(outer.log_prob(batch.yt), expected)
+
+
+def test_unknown_values_stay_zero_and_do_not_count() -> None:
+    batch = data()
+    flags = (torch.arange(7) % 2).float().expand(4, 7)[..., None]
+    known = torch.ones(4, 5, 1, dtype=torch.bool)
+    known[0, 0] = False
+    gaps = Batch(batch.xc, torch.cat([batch.yc * flags, flags], -1), batch.xt, batch.yt, output_mask=known)
+    spoilt = Batch(gaps.xc, gaps.yc, gaps.xt, gaps.yt.masked_fill(~known, 1e6), output_mask=known)
+    one, other = Scaler.of(gaps), Scaler.of(spoilt)
+    assert torch.equal(one.y_mean, other.y_mean)
+    scaled = one.batch(gaps)
+    assert not scaled.yc[..., 0][flags[..., 0] == 0].any() and torch.equal(scaled.yc[..., 1:], flags)
+
+
+def test_a_scaled_model_trains_saves_and_predicts_in_the_units_of_the_data() -> None:
+    torch.manual_seed(0)
+    batch = data()
+    model = Scaled(ReTreever(dim_x=2, **SIZES), Scaler.of(batch))
+    fit(model, [batch], TrainConfig(steps=3, batch=4, warmup=0), validation=[batch])
+    twin = Scaled(ReTreever(dim_x=2, **SIZES), Scaler(2, 1))
+    twin.load_state_dict(model.state_dict())
+    model.eval(), twin.eval()
+    one, other = (m.predict(batch.xc, batch.yc, batch.xt, budget=5) for m in (model, twin))
+    assert torch.equal(one.mean, other.mean) and abs(float(one.mean.detach().mean()) - 300) < 15
+    assert float(model(batch).total.detach()) < 10
+
+
+def test_what_cannot_be_scaled_is_refused_by_name() -> None:
+    classes = Batch(torch.rand(1, 3, 1), torch.rand(1, 3, 1), torch.rand(1, 2, 1), torch.zeros(1, 2, dtype=torch.int64))
+    with pytest.raises(InputError, match=r"^batches: expected batches of floating point"):
+        Scaler.of(classes)
+    with pytest.raises(InputError, match=r"^dist: expected normal predictions"):
+        Scaler(1, 1).invert(torch.distributions.Categorical(logits=torch.zeros(2, 3)))

@@ -1,0 +1,81 @@
+"""`fit_staged`: attention first, then the tree; what the second stage trains, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from retreever import Batch, InputError, ObjectiveConfig, ReTreever, TransformerCA
+from retreever.train import TrainConfig, fit_staged
+
+SIZES: dict[str, Any] = {"dim_x": 2, "dim": 16, "heads": 2, "hidden": 16, "encoder": "identity", "waves": 4}
+CONFIG = TrainConfig(steps=10, batch=2, lr=1e-3, warmup=2, evaluate_every=5)
+
+
+def batch(seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(2, 40, 2, generator=generator)
+    y = x.sum(dim=-1, keepdim=True)
+    return Batch(x[:, :33], y[:, :33], x[:, 33:], y[:, 33:])
+
+
+def model() -> TransformerCA:
+    torch.manual_seed(0)
+    return TransformerCA(**SIZES)
+
+
+def test_both_stages_train_and_the_history_runs_on() -> None:
+    first = model()
+    found, history = fit_staged(first, [batch()], CONFIG, first=0.5, budgets=9, validation=[batch(1)])
+    assert isinstance(found, ReTreever) and [record.step for record in history] == [5, 10]
+    assert not torch.equal(first.attention.block.to_q.weight, model().attention.block.to_q.weight)
+    assert not torch.equal(found.attention.block.to_q.weight, first.attention.block.to_q.weight)
+    assert found.attention.correction is not None and bool(found.attention.correction.down.weight.any())
+    assert found.config.objective.budgets == 9 and not found.capturable
+
+
+def test_without_a_second_stage_it_is_the_conversion() -> None:
+    first = model()
+    found, _ = fit_staged(first, [batch()], CONFIG, first=1.0)
+    data = batch(2)
+    one, other = (
+        first.eval().predict(data.xc, data.yc, data.xt),
+        found.eval().predict(data.xc, data.yc, data.xt, budget=33),
+    )
+    torch.testing.assert_close(one.mean, other.mean, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_the_share_of_queries_over_all_leaves_changes_no_expectation(share: float) -> None:
+    """Equal targets at equal places: a part of the queries says what all say."""
+    data = batch()
+    same = replace(data, xt=data.xt[:, :1].expand(2, 7, 2), yt=data.yt[:, :1].expand(2, 7, 1))
+    settings = ObjectiveConfig(lambda_rl=0.0, lambda_mass=0.1)
+    found = ReTreever.from_transformer_ca(model(), objective=settings).train()
+    part = ReTreever.from_transformer_ca(model(), objective=replace(settings, share=share)).train()
+    part.load_state_dict(found.state_dict())
+    torch.testing.assert_close(part.loss(same), found.loss(same))
+
+
+def test_random_budgets_are_drawn_for_half_of_the_steps() -> None:
+    found = ReTreever.from_transformer_ca(model(), objective=ObjectiveConfig(budgets=20))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [found.draws_for(batch(), generator).budget for _ in range(200)]
+    budgets = [budget for budget in drawn if budget is not None]
+    assert 70 < len(budgets) < 130 and 1 <= min(budgets) <= 3 and 18 <= max(budgets) <= 20
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": ReTreever(**SIZES)}, "model: expected a TransformerCA"),
+        ({"first": 0.0}, "first: expected a share of the steps"),
+        ({"folder": "runs"}, "folder: expected None, as there are two stages"),
+    ],
+)
+def test_what_has_no_two_stages_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        fit_staged(**{"model": model(), "data": [batch()], "config": CONFIG} | wrong)
