@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -104,6 +104,7 @@ def test_local_attends_to_the_tokens_before_within_its_window(window: int, monke
     window=st.integers(1, 6),
     steps=st.lists(st.tuples(st.integers(1, 7), st.integers(0, 3)), min_size=1, max_size=5),
 )
+@settings(max_examples=25)
 @torch.no_grad()
 def test_a_growing_context_is_encoded_as_at_once(window: int, steps: list[tuple[int, int]]) -> None:
     """Whatever arrives together, with rows of different lengths."""

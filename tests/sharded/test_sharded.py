@@ -9,12 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 
+from retreever import TreeCrossAttention
 from retreever.sharded.plan import ShardPlan
 from retreever.tree.build import level_masks, plan_for
 from retreever.tree.order import leaf_layout
@@ -75,6 +80,28 @@ def test_subtrees_and_their_tokens_follow_from_the_lengths(plan: TreePlan, world
     assert torch.equal(places.sort().values, torch.arange(shards.count * shards.subtree.nodes))
     leaves = slice(plan.leaf_offset - shards.crown, None)
     assert torch.equal(subtree[leaves], torch.arange(plan.leaves) // shards.subtree.leaves)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("aggregator", ["transformer", "mean"])
+def test_a_group_on_a_gpu_equals_a_plain_tree(aggregator: Any) -> None:
+    """With nccl; one process, since most machines that run this have one GPU."""
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cuda", (1,))
+        torch.manual_seed(0)
+        module = TreeCrossAttention(64, 4, aggregator=aggregator).cuda().eval()
+        context, query = torch.randn(2, 5000, 64, device="cuda"), torch.randn(2, 50, 64, device="cuda")
+        mask = torch.arange(5000, device="cuda") < torch.tensor([[5000], [700]], device="cuda")
+        tree, whole = module.build_sharded(context, mesh, mask), module.build(context, mask)
+        for budget in (None, 60):
+            found, wanted = module(query, tree, budget=budget), module(query, whole, budget=budget)
+            assert (found.path == wanted.path).float().mean() >= 0.99
+            same = found.path == wanted.path
+            assert (found.output - wanted.output)[same].abs().max() <= 1e-3
+            found.output.sum().backward()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_queries_ask_their_own_copy_or_take_turns() -> None:

@@ -75,9 +75,9 @@ def _children(top: SearchInputs, tree: ShardedTree, parents: Rows, level: int, c
     if level <= plan.depth:
         asked = (parents < plan.nodes).flatten().nonzero()[:, 0]
         subtree, first = shards.split_rows(rows.view(-1, count)[asked, 0])
-        visit = Visit(tree, asked // parents.shape[2], subtree, m)
-        inputs, first = flat_inputs(tree.part, visit.send(top.q)), visit.route.send(first)
-        index = (visit.rows * tree.part.plan.nodes + first)[:, None] + torch.arange(count, device=first.device)
+        visit = Visit(tree, asked // parents.shape[2], subtree, m, first)
+        inputs = flat_inputs(tree.part, visit.send(top.q))
+        index = visit.places[:, None] + torch.arange(count, device=rows.device)
         found = score_rows(inputs.q, inputs.keys, inputs.node_mask, index[None], inputs.log_count)[0]
         scores[asked] = visit.route.back(found)
     return rows, scores.view(*rows.shape, h).masked_fill(~real[..., None], -torch.inf), real

@@ -22,16 +22,26 @@ class Visit:
         route: from the queries of this process to the subtrees, and back.
         to: the process that every pair goes to.
         rows: row of `tree.part` that each query visits that came here.
+        places: place of the node `row` of the subtree among all nodes of `tree.part`, for those queries.
     """
 
-    def __init__(self, tree: ShardedTree, query: Int[Tensor, " n"], subtree: Int[Tensor, " n"], m: int) -> None:
+    def __init__(
+        self,
+        tree: ShardedTree,
+        query: Int[Tensor, " n"],
+        subtree: Int[Tensor, " n"],
+        m: int,
+        row: Int[Tensor, " n"] | None = None,
+    ) -> None:
         rank, device = tree.wire.rank, query.device
         self.query = query
         self.to = tree.shards.holder_for(rank, subtree, query)
         self.route = Route(tree.wire, self.to)
-        context, subtree = self.route.send(torch.stack([query // max(1, m), subtree], dim=1)).unbind(dim=1)
+        numbers = [query // max(1, m), subtree, *([] if row is None else [row])]
+        context, subtree, *first = self.route.send(torch.stack(numbers, dim=1)).unbind(dim=1)
         held = torch.tensor(tree.shards.held_by(rank), dtype=torch.int64, device=device)
         self.rows = torch.searchsorted(held, subtree.contiguous()) * tree.rows + context
+        self.places = self.rows * tree.part.plan.nodes + (first[0] if first else 0)
 
     def send(self, values: Shaped[Tensor, "b m *c"]) -> Visitors:
         """What belongs to the query of each pair, to where it visits."""
