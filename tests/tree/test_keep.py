@@ -69,8 +69,9 @@ def test_a_mapped_tree_is_not_written_to(tmp_path: Path) -> None:
     before, token = file.read_bytes(), torch.randn(2, 1, 16)
     loaded = Tree.load(file, mmap=True)
     with torch.no_grad():
-        with pytest.raises(InputError, match="in_place: expected False, since the tree is mapped"):
-            module.append(loaded, token, in_place=True)
+        for still in (loaded, loaded.detach(), loaded.to(torch.device("cpu")), loaded[:2]):
+            with pytest.raises(InputError, match="in_place: expected False, since the tree is mapped"):
+                module.append(still, token, in_place=True)
         grown = module.append(loaded, token)
         assert torch.equal(grown.keys, module.append(tree, token).keys) and not grown.mapped
         assert module.append(grown, token, in_place=True).longest == tree.longest + 2
