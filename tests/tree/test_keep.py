@@ -78,6 +78,18 @@ def test_a_mapped_tree_is_not_written_to(tmp_path: Path) -> None:
     assert file.read_bytes() == before
 
 
+def test_an_archive_on_disk_has_a_live_tail(tmp_path: Path) -> None:
+    """A mapped tree of fixed tokens stays in its file; new tokens grow beside it, in place."""
+    module, tree = trees()["fixed"]
+    tokens, query = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    loaded = Tree.load(tree.save(tmp_path / "tree"), mmap=True)
+    with torch.no_grad():
+        for step in range(5):
+            loaded = module.append(loaded, tokens[:, step : step + 1], in_place=True)
+        expected = module.append(tree, tokens)
+        assert loaded.mapped and torch.allclose(module(query, loaded).output, module(query, expected).output, atol=1e-6)
+
+
 def test_every_flipped_byte_and_every_cut_is_refused(tmp_path: Path) -> None:
     """All bytes of the header's text and of the seal, and some of everything else, by several bits each."""
     _, tree = trees()["growing"]
