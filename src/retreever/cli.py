@@ -23,20 +23,22 @@ from tyro.conf import subcommand as named
 from retreever.errors import ConfigError, RetreeverError, one_line
 from retreever.lab.bench.options import (
     AttentionBench,
-    BanditBench,
-    BudgetsBench,
     BuildBench,
     EncodeBench,
-    ExportBench,
     GrowBench,
     MemoryBench,
+    ScaleBench,
+    ShardedBench,
+    TrainBench,
+)
+from retreever.lab.bench.options_models import (
+    BanditBench,
+    BudgetsBench,
+    ExportBench,
     ModelsBench,
     OptimiseBench,
     RivalsBench,
-    ScaleBench,
     SeriesBench,
-    ShardedBench,
-    TrainBench,
 )
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table

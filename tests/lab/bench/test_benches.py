@@ -25,15 +25,8 @@ from retreever.lab.bench.attention import (
 from retreever.lab.bench.build import build_rows, matrix_products
 from retreever.lab.bench.figures import BUDGET, BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
 from retreever.lab.bench.memory import growth, peak_bytes
-from retreever.lab.bench.options import (
-    AttentionBench,
-    BenchOptions,
-    BuildBench,
-    GrowBench,
-    MemoryBench,
-    ModelsBench,
-    TrainBench,
-)
+from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, GrowBench, MemoryBench, TrainBench
+from retreever.lab.bench.options_models import ModelsBench
 from retreever.lab.bench.paper import PUBLISHED
 from retreever.lab.bench.report import Run
 from retreever.lab.bench.timing import Timing

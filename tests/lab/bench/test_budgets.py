@@ -15,7 +15,7 @@ from retreever.cli import main
 from retreever.errors import InputError
 from retreever.lab.bench.budget_tables import budget_table, drops
 from retreever.lab.bench.budgets import all_tokens_score, make_readings, score_rows
-from retreever.lab.bench.options import BudgetsBench
+from retreever.lab.bench.options_models import BudgetsBench
 from retreever.lab.recipes.recipe import make_recipe
 from retreever.tasks.gp import GPTask
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retreever import TreeCrossAttention, TreePlan, load_pretrained
 from retreever.cli import main
 from retreever.errors import BackendError, CheckpointError, InputError
-from retreever.lab.bench.options import RivalsBench
+from retreever.lab.bench.options_models import RivalsBench
 from retreever.lab.bench.rivals import models
 from retreever.lab.bench.rivals.attention import ALL, CLUSTERS, RANDOM, TOP, TREE_KD, TREE_KEYS
 from retreever.lab.bench.rivals.attention import BLOCKS as BEST_BLOCKS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from retreever.data.activity_file import FILE, TAGS
-from retreever.lab.bench.options import SeriesBench
+from retreever.lab.bench.options_models import SeriesBench
 from retreever.lab.recipes.tasks import ActivitySettings
 
 START = 633_790_226_051_280_329

@@ -12,7 +12,7 @@ from torch import Tensor
 from retreever.arguments import check_int, reject
 from retreever.lab.bench import figures
 from retreever.lab.bench.machine import describe
-from retreever.lab.bench.options import BanditBench
+from retreever.lab.bench.options_models import BanditBench
 from retreever.lab.bench.report import Row, Rows, Run
 from retreever.lab.recipes.command import load_run
 from retreever.lab.tables import Table

@@ -21,7 +21,7 @@ from retreever.arguments import check_int, check_number, reject
 from retreever.batch import Batch, without_padding
 from retreever.errors import BackendError, DataError
 from retreever.lab.bench.budget_tables import ALL, PATH, budget_table, draw_budgets, drops
-from retreever.lab.bench.options import BudgetsBench
+from retreever.lab.bench.options_models import BudgetsBench
 from retreever.lab.bench.report import Row, Rows, Run
 from retreever.lab.bench.rivals.models import shortened
 from retreever.lab.experiments.collect import GENERATED

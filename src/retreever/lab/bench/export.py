@@ -18,7 +18,7 @@ from retreever.deploy.formats import Format, quiet
 from retreever.deploy.parts import Encode, outputs
 from retreever.errors import BackendError
 from retreever.lab.bench import figures
-from retreever.lab.bench.options import ExportBench
+from retreever.lab.bench.options_models import ExportBench
 from retreever.lab.bench.report import Row, Rows, Run, progress, quantity
 from retreever.lab.bench.timing import Call, time_together
 from retreever.lab.tables import Table

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retreever.arguments import check_int
 from retreever.lab.bench import figures
-from retreever.lab.bench.options import ModelsBench
+from retreever.lab.bench.options_models import ModelsBench
 from retreever.lab.bench.report import Rows, Run, progress, quantity, timed, times
 from retreever.lab.bench.timing import Call, time_together
 from retreever.lab.bench.train import set_impl

@@ -16,7 +16,7 @@ from retreever.arguments import check_int
 from retreever.errors import BackendError
 from retreever.lab.bench import figures
 from retreever.lab.bench.machine import describe
-from retreever.lab.bench.options import OptimiseBench
+from retreever.lab.bench.options_models import OptimiseBench
 from retreever.lab.bench.report import Row, Rows, Run
 from retreever.lab.recipes.command import load_run
 from retreever.lab.tables import Table

@@ -13,7 +13,7 @@ import torch
 
 from retreever.arguments import check_int
 from retreever.lab.bench import figures
-from retreever.lab.bench.options import SeriesBench
+from retreever.lab.bench.options_models import SeriesBench
 from retreever.lab.bench.report import Row, Rows, Run, progress, quantity, times
 from retreever.lab.bench.timing import Call, Timing, time_together
 from retreever.lab.recipes.recipe import make_recipe

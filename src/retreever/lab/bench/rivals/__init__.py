@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from retreever.arguments import check_int, reject
-from retreever.lab.bench.options import RivalsBench
+from retreever.lab.bench.options_models import RivalsBench
 from retreever.lab.bench.report import Row, Rows, Run, check_sizes
 from retreever.lab.bench.rivals.attention import field_rows
 from retreever.lab.bench.rivals.fields import trained_net

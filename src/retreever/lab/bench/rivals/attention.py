@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retreever.errors import BackendError
-from retreever.lab.bench.options import RivalsBench
+from retreever.lab.bench.options_models import RivalsBench
 from retreever.lab.bench.report import Row, Rows, Run
 from retreever.lab.bench.rivals.clusters import Clusters
 from retreever.lab.bench.rivals.fields import FieldNet, Fields, evaluation_field

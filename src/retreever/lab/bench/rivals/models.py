@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retreever.attention import TreeCrossAttention
 from retreever.batch import Batch
 from retreever.errors import BackendError, DataError
-from retreever.lab.bench.options import RivalsBench
+from retreever.lab.bench.options_models import RivalsBench
 from retreever.lab.bench.report import Row, Rows, Run, timed
 from retreever.lab.bench.rivals.clusters import Clusters
 from retreever.lab.bench.rivals.readers import (

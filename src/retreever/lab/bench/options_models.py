@@ -1,0 +1,145 @@
+"""Command line options of the benchmarks of models and of weights in the package. Does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from retreever.lab.bench.options import BenchOptions
+from retreever.lab.recipes.models import POINT_MODELS, SERIES
+
+Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
+SHIPPED: tuple[Shipped, ...] = ("gp", "emnist", "activity", "copy-256", "copy-1024")
+
+
+@dataclass(frozen=True)
+class ExportBench(BenchOptions):
+    """Exported files beside PyTorch on a CPU: bytes, time of a context and of a query, largest difference."""
+
+    models: tuple[Shipped, ...] = SHIPPED
+    """Weights in the package."""
+    formats: tuple[Literal["onnx", "pt2", "aoti"], ...] = ("onnx", "pt2", "aoti")
+    """Formats; aoti compiles for minutes."""
+    n: int = 64
+    """Context points, all of them real."""
+    queries: int = 64
+    """Queries of the call whose time is given per query, beside that of a single one."""
+
+    name: ClassVar[str] = "export"
+
+
+@dataclass(frozen=True)
+class ModelsBench(BenchOptions):
+    """Time of a prediction of every model, neural processes among them, against plain torch."""
+
+    tasks: tuple[Literal["gp", "emnist", "celeba"], ...] = ("gp", "emnist")
+    """Tasks whose sizes to take; no data are needed."""
+    contexts: int = 16
+    """Contexts per call."""
+    targets: int = 64
+    """Predictions per context."""
+
+    name: ClassVar[str] = "models"
+
+
+@dataclass(frozen=True)
+class RivalsBench(BenchOptions):
+    """Trees against other ways to read few tokens with the same trained weights: top-k, blocks, clusters, random."""
+
+    n: tuple[int, ...] = (4096, 65536)
+    """Context points of the fields, on which attention was trained without a tree."""
+    budgets: tuple[int, ...] = (40, 80, 110, 160, 228, 640)
+    """Vectors read per query, beside those of one path."""
+    queries: int = 256
+    """Queries per call."""
+    fields: int = 4
+    """Fields to average over."""
+    points: tuple[int, ...] = ()
+    """Context points in training, stage after stage; by default 1024 on a CPU, 4096 and 65536 elsewhere."""
+    steps: tuple[int, ...] = ()
+    """Training steps of every stage; by default 2000 on a CPU, 8000 and 300 elsewhere."""
+    weights: Path | None = None
+    """File of the fields' network: read if it exists, else written after training; by default beside the results."""
+    models: tuple[Shipped, ...] = SHIPPED
+    """Weights in the package to read; those whose data are absent are left out."""
+    batches: int = 10
+    """Batches of every test set."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+
+    name: ClassVar[str] = "rivals"
+
+
+@dataclass(frozen=True)
+class BudgetsBench(BenchOptions):
+    """Score against tokens read, from one path to all leaves, with the same weights."""
+
+    models: tuple[Shipped, ...] = SHIPPED
+    """Weights in the package; those whose data are absent are left out. `--models` alone measures none of them."""
+    runs: tuple[Path, ...] = ()
+    """Folders of runs to measure as well."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which weights of the runs: those that did best on validation, or the newest."""
+    factors: tuple[float, ...] = (1.25, 1.5, 2.0, 3.0, 4.0)
+    """Budgets, in multiples of the tokens of one path over the largest context of the task."""
+    batches: int = 0
+    """Batches of every test set; 0 takes all."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+    experiments: Path = Path("experiments")
+    """Folder whose results have the scores of cross attention over all tokens."""
+    add: bool = False
+    """Keep the rows of other weights in the files of an earlier run."""
+
+    name: ClassVar[str] = "budgets"
+
+
+@dataclass(frozen=True)
+class SeriesBench(BenchOptions):
+    """All models of Human Activity: parameters, time of an epoch of training, time of an answer."""
+
+    models: tuple[str, ...] = SERIES + POINT_MODELS
+    """Models, by their names in `retreever train activity`."""
+    batch: int = 64
+    """Windows per training step and per call."""
+    solver: Literal["fixed", "adaptive"] = "fixed"
+    """Steps of latent ODEs."""
+    data: Path | None = None
+    """Folder that holds the datasets."""
+
+    name: ClassVar[str] = "series"
+
+
+@dataclass(frozen=True)
+class OptimiseBench(BenchOptions):
+    """Bayesian optimisation in one dimension: evaluations that models and Gaussian processes need."""
+
+    functions: int = 100
+    """Functions of every kernel."""
+    steps: int = 45
+    """Steps after the first, random point."""
+    kernels: tuple[Literal["rbf", "matern", "periodic"], ...] = ("rbf", "matern", "periodic")
+    """Kernels of the functions; the weights in the package were trained on rbf."""
+    runs: tuple[Path, ...] = ()
+    """Folders of runs of GP regression to compare as well."""
+
+    name: ClassVar[str] = "optimise"
+
+
+@dataclass(frozen=True)
+class BanditBench(BenchOptions):
+    """The wheel bandit: regret of trained models, in % of uniform play."""
+
+    runs: tuple[Path, ...] = ()
+    """Folders of runs of the wheel task (retreever train wheel)."""
+    deltas: tuple[float, ...] = (0.7, 0.9, 0.95, 0.99, 0.995)
+    """Radii outside of which the arm of a quadrant pays most."""
+    steps: int = 2000
+    """Arms every player plays."""
+    players: int = 50
+    """Players of every model; they see the same contexts in different orders."""
+    window: int = 512
+    """Plays a model is given, the last ones; as many as it was trained with. 0 gives all."""
+
+    name: ClassVar[str] = "bandit"
