@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     code = "import sys, retreever.cli; assert 'torch' not in sys.modules; retreever.cli.main(['--help'])"
     took = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = sum(os.times()[2:4])  # CPU time of children: other work of the machine does not count
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        took.append(time.perf_counter() - started)
+        took.append(sum(os.times()[2:4]) - started)
         assert done.returncode == 0 and "demo" in done.stdout and "bench" in done.stdout
     assert min(took) < 0.5
 

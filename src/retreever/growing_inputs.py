@@ -48,7 +48,7 @@ def check_change(
         _check_writable(module, written, tokens)
 
 
-def _check_writable(module: nn.Module, tree: Tree, tokens: Tokens | None) -> None:
+def _check_writable(module: TreeModule, tree: Tree, tokens: Tokens | None) -> None:
     """`tree` must lie in memory, without gradients."""
     if tree.mapped:
         reject("in_place", "False, since the tree is mapped from a file", True)
