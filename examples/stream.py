@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from retreever import TreeCrossAttention
 from retreever.data.activity_file import find_file, read_rows
+from retreever.lab.bench.machine import describe, load_average, machine
 
 WINDOW, DIM, TRAINED = 8, 32, 40_000
 
@@ -111,13 +112,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None, help="JSON file for the rows")
     options = parser.parse_args(arguments)
     torch.manual_seed(options.seed)
+    load = load_average()
     series = read_stream(options.data)
     scale = float(torch.diff(series[:TRAINED]).std())
     model = Forecast()
     train(model, torch.diff(series[:TRAINED]) / scale, options.updates)
     rows = run(model.eval(), series, options.points, scale)
     if options.out is not None:
-        options.out.write_text(json.dumps({"seed": options.seed, "updates": options.updates, "rows": rows}, indent=1))
+        about = {"seed": options.seed, "updates": options.updates, "machine": describe(machine()), "load": load}
+        options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,13 @@ def check_change(
     if tree.stamp is not None and stamped():
         tree.stamp.check(module, lambda: makers(module))
     check_bool("in_place", in_place)
-    if not in_place:
-        return
+    written = tree if tree.grows else tree.beside
+    if in_place and written is not None:
+        _check_writable(module, written, tokens)
+
+
+def _check_writable(module: nn.Module, tree: Tree, tokens: Tokens | None) -> None:
+    """`tree` must lie in memory, without gradients."""
     if tree.mapped:
         reject("in_place", "False, since the tree is mapped from a file", True)
     parts = [part for part in (tree.nodes, tree.keys, tree.values, tokens) if part is not None]

@@ -69,12 +69,25 @@ def test_a_mapped_tree_is_not_written_to(tmp_path: Path) -> None:
     before, token = file.read_bytes(), torch.randn(2, 1, 16)
     loaded = Tree.load(file, mmap=True)
     with torch.no_grad():
-        with pytest.raises(InputError, match="in_place: expected False, since the tree is mapped"):
-            module.append(loaded, token, in_place=True)
+        for still in (loaded, loaded.detach(), loaded.to(torch.device("cpu")), loaded[:2]):
+            with pytest.raises(InputError, match="in_place: expected False, since the tree is mapped"):
+                module.append(still, token, in_place=True)
         grown = module.append(loaded, token)
         assert torch.equal(grown.keys, module.append(tree, token).keys) and not grown.mapped
         assert module.append(grown, token, in_place=True).longest == tree.longest + 2
     assert file.read_bytes() == before
+
+
+def test_an_archive_on_disk_has_a_live_tail(tmp_path: Path) -> None:
+    """A mapped tree of fixed tokens stays in its file; new tokens grow beside it, in place."""
+    module, tree = trees()["fixed"]
+    tokens, query = torch.randn(2, 5, 16), torch.randn(2, 3, 16)
+    loaded = Tree.load(tree.save(tmp_path / "tree"), mmap=True)
+    with torch.no_grad():
+        for step in range(5):
+            loaded = module.append(loaded, tokens[:, step : step + 1], in_place=True)
+        expected = module.append(tree, tokens)
+        assert loaded.mapped and torch.allclose(module(query, loaded).output, module(query, expected).output, atol=1e-6)
 
 
 def test_every_flipped_byte_and_every_cut_is_refused(tmp_path: Path) -> None:

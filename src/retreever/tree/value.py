@@ -88,9 +88,10 @@ class Tree:
 
     def to(self, target: torch.device | str | torch.dtype) -> Tree:
         """The same tree on another device, or with other floating point numbers."""
-        if not isinstance(target, torch.dtype):
-            return replace(self.map(lambda tensor: tensor.to(target)), mapped=self.mapped and target == "cpu")
-        return self.map(lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor)
+        if isinstance(target, torch.dtype):
+            return self.map(lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor)
+        moved = self.map(lambda tensor: tensor.to(target))
+        return replace(moved, mapped=self.mapped and moved.keys.is_cpu)
 
     def detach(self) -> Tree:
         """The same tree without gradients; it shares memory with this one."""

@@ -62,7 +62,25 @@ def bench_blocks(folder: Path, link: str) -> dict[str, str]:
     grown = [file.with_suffix(".md").read_text(encoding="utf-8") for file in _files(folder, "grow")]
     if grown:
         blocks["growing"] = "\n".join(grown).replace("](grow-", f"]({link}/grow-")
+    if (folder / "stream.json").exists():
+        blocks["stream"] = stream_table(read_json(folder / "stream.json")).to_markdown()
     return blocks
+
+
+def stream_table(found: Bench) -> Table:
+    """The stream of examples/stream.py: time of a step and errors between doublings of its length."""
+    names = ("tree", "linear", "last value")
+    lines = tuple(
+        (f"{r['points']:,}", number(r["ms"], 3), *(number(r[name], 4) for name in names)) for r in found["rows"]
+    )
+    load = "" if found["load"] is None else f"; load {found['load'][0]:.1f} at the start"
+    notes = (
+        "step: one prediction and one append; errors: mean absolute ones in metres, of the points since the line above",
+        "linear: least squares on the same window of 8 steps; 494,580 points are one pass over all series",
+        f"seed {found['seed']}; {found['updates']} steps of training; {found['machine']}{load}",
+    )
+    columns = ("points", "step, ms", "tree", "linear", "last value")
+    return Table("A stream, point by point", columns, lines, notes)
 
 
 def dial_table(bench: Bench) -> Table:
