@@ -21,6 +21,7 @@ from retreever.models.config import AnyConfig
 from retreever.nn.embed import PointEmbed, SequenceEmbed, TokenEmbed
 from retreever.nn.heads import AnyHead, join
 from retreever.objective import Loss, masked_mean
+from retreever.ops.backend import exporting
 
 Contexts = Float[Tensor, "b n dx"]
 Values = Shaped[Tensor, "b n *dy"]
@@ -116,8 +117,9 @@ def chunk_size(model: Model, xt: Tensor, chunk: int | None) -> int | None:
     if chunk is not None:
         check_int("chunk", chunk, 1)
         return chunk
-    many = isinstance(xt, Tensor) and xt.dim() == 3 and xt.shape[1] > CHUNK
-    return CHUNK if many and not model.training and not torch.compiler.is_compiling() else None
+    if model.training or torch.compiler.is_compiling() or exporting():
+        return None
+    return CHUNK if isinstance(xt, Tensor) and xt.dim() == 3 and xt.shape[1] > CHUNK else None
 
 
 def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, checked: bool = False) -> None:

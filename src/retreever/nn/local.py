@@ -69,7 +69,9 @@ class LocalEncoder(nn.Module):
         inputs = torch.stack(kept, dim=1) if kept else state.inputs
         return tokens, LocalState(inputs, (state.seen + lengths).clamp_max(self.window))
 
-    def _layer(self, layer: nn.Module, context: Tokens, seen: Int[Tensor, " b"], start: int, stop: int) -> Tokens:
+    def _layer(
+        self, layer: nn.Module, context: Float[Tensor, "b wide d"], seen: Int[Tensor, " b"], start: int, stop: int
+    ) -> Tokens:
         """One layer for tokens `start` to `stop`; `context` has `window` places more, in front of token 0."""
         assert isinstance(layer, AttentionBlock)
         window, size = self.window, min(self.window, stop - start)  # queries that share a window of keys

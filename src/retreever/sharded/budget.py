@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from retreever.ops.frontier.api import Part, read_rows
-from retreever.ops.frontier.reference import Scored, child_rows, open_nodes, score_children
+from retreever.ops.frontier.reference import Parents, Scored, child_rows, open_nodes, score_children
 from retreever.ops.search.inputs import SearchInputs
 from retreever.ops.search.reference import score_rows
 from retreever.sharded.tree import ShardedTree
@@ -63,7 +63,7 @@ def _spread(tree: ShardedTree, budget: int) -> Spread:
     return open_._replace(own=own.masked_fill(covered, -1))
 
 
-def _children(top: SearchInputs, tree: ShardedTree, parents: Rows, level: int, count: int) -> Scored:
+def _children(top: SearchInputs, tree: ShardedTree, parents: Parents, level: int, count: int) -> Scored:
     """`score_children` wherever they lie; leaves are not scored, since they are read in any case."""
     plan, shards = tree.plan, tree.shards
     if level <= shards.border:

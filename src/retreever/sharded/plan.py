@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retreever.tree.plan import TreePlan
 
-Numbers = Int[Tensor, "*s"]
+Numbers = Int[Tensor, "..."]  # shapes that broadcast
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ShardPlan:
         start, stop = ((at * width).minimum(blocks) for at in (index, index + 1))
         return stop * length // blocks - start * length // blocks
 
-    def real_rows(self, rows: Numbers, length: Numbers) -> Bool[Tensor, "*s"]:
+    def real_rows(self, rows: Numbers, length: Numbers) -> Bool[Tensor, "..."]:
         """Whether rows of the whole tree cover a token of a context of that length."""
         tree = self.tree
         slot = (rows - tree.leaf_offset).clamp_min(0)

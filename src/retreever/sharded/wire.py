@@ -19,6 +19,7 @@ from retreever.arguments import reject
 from retreever.errors import InputError, RetreeverError
 
 Rows = Shaped[Tensor, "n *c"]
+Come = Shaped[Tensor, "v *c"]
 Counts = Sequence[int]
 
 
@@ -42,7 +43,7 @@ class Wire:
         self.device = torch.device(mesh.device_type)
         self.sent = self.messages = 0
 
-    def exchange(self, rows: Rows, send: Counts, receive: Counts) -> Rows:
+    def exchange(self, rows: Rows, send: Counts, receive: Counts) -> Come:
         """Send the first `send[0]` rows to process 0, the next to process 1, ...; the rows that come, by sender.
 
         Whether a gradient is wanted must not differ between processes, or some would wait for others for ever: in
@@ -66,7 +67,7 @@ class Wire:
         if failed:
             raise InputError(f"context: expected usable tokens on every process, got an error on {failed}")
 
-    def _move(self, rows: Rows, send: Counts, receive: Counts) -> Rows:
+    def _move(self, rows: Rows, send: Counts, receive: Counts) -> Come:
         come = rows.new_empty(sum(receive), *rows.shape[1:])
         size = rows[0].numel() if len(rows) else 0
         self.sent += (sum(send) - send[self.rank]) * size * rows.element_size()
@@ -105,10 +106,10 @@ class Route:
         self.sends: list[int] = counts.tolist()
         self.receives: list[int] = come.tolist()
 
-    def send(self, rows: Rows) -> Rows:
+    def send(self, rows: Rows) -> Come:
         """Every row to its process; the rows that came here."""
         return self.wire.exchange(rows[self.order], self.sends, self.receives)
 
-    def back(self, rows: Rows) -> Rows:
+    def back(self, rows: Come) -> Rows:
         """An answer to every row that came here; the answers to the rows sent, in their order."""
         return self.wire.exchange(rows, self.receives, self.sends)[self.order.argsort()]

@@ -24,8 +24,9 @@ from retreever.tree.plan import TreePlan
 from retreever.tree.selected import leaf_nodes, path_nodes
 
 Rows = Int[Tensor, "b m s"]
+Parents = Int[Tensor, "b m p"]
 Scored = tuple[Rows, Float[Tensor, "b m s h"], Bool[Tensor, "b m s"]]
-Children = Callable[[Rows, int, int], Scored]  # of opened nodes: (their rows, level, children each)
+Children = Callable[[Parents, int, int], Scored]  # of opened nodes: (their rows, level, children each)
 
 
 def frontier_reference(inputs: SearchInputs, path: Int[Tensor, "b m"], budget: int, open_: Spread) -> Rows:
@@ -60,7 +61,7 @@ def open_nodes(plan: TreePlan, path: Int[Tensor, "b m"], budget: int, open_: Spr
     return _packed(torch.cat(left, dim=2), slots(plan, budget), plan)
 
 
-def score_children(inputs: SearchInputs, parents: Rows, level: int, count: int) -> Scored:
+def score_children(inputs: SearchInputs, parents: Parents, level: int, count: int) -> Scored:
     """Rows and scores of the children of nodes, `count` each on `level`, and which are real; others score -inf."""
     mask = inputs.node_mask
     rows, real = child_rows(inputs.plan, parents, level, count)
@@ -71,7 +72,7 @@ def score_children(inputs: SearchInputs, parents: Rows, level: int, count: int) 
     return rows, scores.masked_fill(~real[..., None], -torch.inf), real
 
 
-def child_rows(plan: TreePlan, parents: Rows, level: int, count: int) -> tuple[Rows, Bool[Tensor, "b m s"]]:
+def child_rows(plan: TreePlan, parents: Parents, level: int, count: int) -> tuple[Rows, Bool[Tensor, "b m s"]]:
     """Rows of the children of nodes, `count` each on `level`, and whether their parent is a node."""
     above = plan.offsets[level - 1] if level > 1 else -1  # the root's row
     rows = (plan.offsets[level] + (parents - above)[..., None] * count + count_up(count, parents)).flatten(2)
