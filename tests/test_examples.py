@@ -106,7 +106,7 @@ def test_a_stream_is_predicted_and_appended_point_by_point(tmp_path: Path, capsy
     stream = load("stream")
     rows = [
         f"A01,{tag},{time},27.05.2009 14:03:25:127,{time % 7 / 10},{time % 5 / 10},{time % 3 / 10},walking"
-        for time in range(300)
+        for time in range(100)
         for tag in ("010-000-024-033", "010-000-030-096", "020-000-033-111", "020-000-032-221")
     ]
     (tmp_path / "ConfLongDemo_JSI.txt").write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -84,12 +84,13 @@ def test_what_one_path_reads_opens_one_node_of_every_level(branch: int) -> None:
 
 
 @properties
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(2, 5), st.integers(1, 70))
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=4), st.integers(2, 5), st.integers(2, 70))
 def test_a_shorter_context_spends_the_budget_as_if_alone(lengths: list[int], branch: int, budget: int) -> None:
     """Its own levels are the lowest; those above have one node to open. -1 is a context read whole."""
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     plan, _, node_mask = build_nodes(torch.zeros(*mask.shape, 1), MeanAggregator(), branch, mask)
     found = spread(plan, budget, node_mask)
+    assert spread(plan, 1, node_mask) == ((*((1,) * plan.depth for _ in range(plan.depth + 1)),), None)  # one path
     assert found.own is not None
     depths = [tree_depth(n, branch) for n in lengths]
     assert found.own.tolist() == [-1 if n <= budget else own for n, own in zip(lengths, depths, strict=True)]
