@@ -178,8 +178,8 @@ def test_the_public_names_are_pinned() -> None:
         "CrossAttention", "DataError", "Fidelity", "GRUD", "IPNets", "InputError", "LBANP", "LatentODE", "LatentODERNN",
         "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
         "RandomGuess", "ReTreever", "RetreeverError", "SeFT", "TNPD", "TransformerCA", "Tree", "TreeCrossAttention",
-        "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "full_attention", "leaf_order",
-        "load_pretrained", "merge_parts", "tree_attention",
+        "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "export", "full_attention",
+        "leaf_order", "load_pretrained", "merge_parts", "tree_attention",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

@@ -19,6 +19,7 @@ from retreever.errors import ConfigError
 from retreever.files import make_folder, os_errors, write_text
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
+from retreever.ops.backend import KERNELS, without
 from retreever.tree.build import plan_for
 from retreever.tree.plan import TreePlan
 from retreever.version import __version__
@@ -127,7 +128,7 @@ def _parts(
     encode = Encode(model)
     plan = plan_for(n, model.config.branch, ragged=True)
     limit = _limit(model, n, budget, any_budget)
-    with torch.no_grad():
+    with torch.no_grad(), without(*KERNELS):  # compiling kernels would take longer than this one call
         tree = encode(xc, yc, mask)
     arguments = {name: tree[name] for name in ("keys", "values", "node_mask")}
     axes = {**dict.fromkeys(arguments, rows), "xt": queries}
@@ -164,7 +165,7 @@ def _example(model: Model, n: int, batch: int | None) -> tuple[Tensor, Tensor, T
 
 def _write(part: _Part, file: Path, format: Format) -> dict[str, Any]:
     """Trace and write one part; returns its description."""
-    with torch.no_grad():
+    with torch.no_grad(), without(*KERNELS):
         results: dict[str, Tensor] = part.module(*part.arguments.values())
     program = trace(part.module, tuple(part.arguments.values()), tuple(part.axes.values()))
     with os_errors(file, "cannot be written"):
