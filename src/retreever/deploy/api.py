@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention_inputs import check_budget
-from retreever.deploy.formats import ENDINGS, FORMATS, Axes, Format, trace, write
+from retreever.deploy.formats import ENDINGS, FORMATS, Axes, Format, check_compiled, trace, write
 from retreever.deploy.parts import Encode, Predict, Query
 from retreever.errors import ConfigError
 from retreever.files import make_folder, os_errors, write_text
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
+from retreever.ops.backend import KERNELS, without
 from retreever.tree.build import plan_for
 from retreever.tree.plan import TreePlan
 from retreever.version import __version__
@@ -127,9 +128,9 @@ def _parts(
     encode = Encode(model)
     plan = plan_for(n, model.config.branch, ragged=True)
     limit = _limit(model, n, budget, any_budget)
-    with torch.no_grad():
+    with torch.no_grad(), without(*KERNELS):  # compiling kernels would take longer than this one call
         tree = encode(xc, yc, mask)
-    arguments = {name: tree[name] for name in ("keys", "values", "node_mask")}
+    arguments = {name: tree[name].contiguous() for name in ("keys", "values", "node_mask")}
     axes = {**dict.fromkeys(arguments, rows), "xt": queries}
     arguments["xt"] = xt
     if any_budget:
@@ -164,11 +165,13 @@ def _example(model: Model, n: int, batch: int | None) -> tuple[Tensor, Tensor, T
 
 def _write(part: _Part, file: Path, format: Format) -> dict[str, Any]:
     """Trace and write one part; returns its description."""
-    with torch.no_grad():
+    with torch.no_grad(), without(*KERNELS):
         results: dict[str, Tensor] = part.module(*part.arguments.values())
     program = trace(part.module, tuple(part.arguments.values()), tuple(part.axes.values()))
     with os_errors(file, "cannot be written"):
         write(program, file, format, tuple(results))
+    if format == "aoti":
+        check_compiled(file, tuple(part.arguments.values()), results)
     inputs = {name: _shape(value, part.axes[name]) for name, value in part.arguments.items()}
     rows, xt = part.axes[next(iter(part.axes))], part.axes.get("xt")
     outputs = {name: _shape(value, rows if xt is None else xt) for name, value in results.items()}

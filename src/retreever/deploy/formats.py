@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -95,6 +95,17 @@ def _compiled(program: ExportedProgram, file: Path) -> None:
     except (CppCompileError, InductorError, InvalidCxxCompiler) as error:
         reason = str(error).strip().partition("\n")[0]
         raise BackendError(f"format: aoti needs a C++ compiler that works here: {reason}") from error
+
+
+def check_compiled(file: Path, arguments: Sequence[Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Delete compiled code, and raise `BackendError`, unless it gives what the model gives for an example."""
+    found = torch._inductor.aoti_load_package(str(file))(*arguments)
+    for name, value in wanted.items():
+        if not torch.allclose(found[name].double(), value.double(), rtol=1e-3, atol=1e-3):
+            file.unlink()
+            raise BackendError(
+                f"format: torch {torch.__version__} compiles {file.name} wrongly ({name}); take onnx or pt2"
+            )
 
 
 @contextmanager

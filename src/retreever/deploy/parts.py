@@ -35,7 +35,9 @@ class Encode(nn.Module):
     def forward(self, xc: Float[Tensor, "b n dx"], yc: Shaped[Tensor, "b n *dy"], mask: Bool[Tensor, "b n"]) -> Named:
         tree = self.model.encode(xc, yc, mask)
         assert tree.mask is not None and tree.order is not None  # the context has a mask
-        return {"keys": tree.keys, "values": tree.values, "node_mask": tree.mask, "order": tree.order}
+        # Keys and values are halves of one tensor; compiled code would go on to expect those strides.
+        keys, values = tree.keys.contiguous(), tree.values.contiguous()
+        return {"keys": keys, "values": values, "node_mask": tree.mask, "order": tree.order}
 
 
 class Query(nn.Module):

@@ -237,7 +237,7 @@ def leaf_layout(plan: TreePlan, lengths: Int[Tensor, " b"]) -> LeafLayout:
     """The layout when row i has its real tokens at 0..lengths[i]-1."""
     powers = plan.branch ** torch.arange(plan.depth + 1, device=lengths.device)
     depth = (powers[1:] < lengths[:, None]).sum(dim=1)  # each row's own depth: branch^d <= n - 1
-    blocks = powers[depth][:, None]
+    blocks = powers[depth][:, None].clamp_min(1)  # compiled code may also divide in lanes that it throws away
     slot = torch.arange(plan.leaves, device=lengths.device)
     block, place = slot // plan.block, slot % plan.block
     start, stop = block * lengths[:, None] // blocks, (block + 1) * lengths[:, None] // blocks
