@@ -25,6 +25,7 @@ from retreever.lab.bench.options import (
     AttentionBench,
     BudgetsBench,
     BuildBench,
+    JobsBench,
     MemoryBench,
     ModelsBench,
     RivalsBench,
@@ -73,6 +74,7 @@ class Bench:
         Annotated[AttentionBench, named("attention", prefix_name=False)]
         | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
         | Annotated[BuildBench, named("build", prefix_name=False)]
+        | Annotated[JobsBench, named("jobs", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[RivalsBench, named("rivals", prefix_name=False)]

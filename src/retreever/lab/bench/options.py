@@ -199,3 +199,21 @@ class SeriesBench(BenchOptions):
     """Folder that holds the datasets."""
 
     name: ClassVar[str] = "series"
+
+
+Jobs = Literal["fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo"]
+JOBS: tuple[Jobs, ...] = ("fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo")
+
+
+@dataclass(frozen=True)
+class JobsBench(BenchOptions):
+    """Real jobs: trees, attention over all tokens and Perceiver IO trained for the same time, and the usual answer."""
+
+    seconds: float = 150.0
+    """Seconds of training of every method."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds to average over."""
+    only: tuple[Jobs, ...] = ()
+    """Jobs to run; all by default. Those whose data are absent are left out."""
+
+    name: ClassVar[str] = "jobs"
