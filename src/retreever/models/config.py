@@ -70,7 +70,8 @@ class ModelConfig(AnyConfig):
         layers: encoder layers.
         hidden: width of feed-forward layers and of the head.
         dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
-        residual: form of the residual connections.
+        residual: form of the residual connections: "pre", "normalised", "doubled" or "none"; "auto" takes what trains
+            best, "normalised" behind an encoder and "pre" without one.
         max_tokens: longest context of encoders that depend on positions.
         waves: random waves (Fourier features) that join the coordinates of points; 0 for none.
         frequency: of the fastest waves, in radians per unit of the coordinates.
@@ -80,13 +81,15 @@ class ModelConfig(AnyConfig):
     layers: int = 6
     hidden: int = 128
     dropout: float = 0.0
-    residual: Residual = "pre"
+    residual: Residual = "auto"  # type: ignore[assignment]  # replaced when the config is made
     max_tokens: int = 512
     waves: int = 0
     frequency: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if str(self.residual) == "auto":
+            object.__setattr__(self, "residual", self.best_residual)
         check_int("layers", self.layers, 0)
         for name in ("hidden", "max_tokens"):
             check_int(name, getattr(self, name), 1)
@@ -96,6 +99,11 @@ class ModelConfig(AnyConfig):
             reject("waves", "0, as sequences have positions of their own", self.waves)
         check_number("dropout", self.dropout, below=1.0)
         check_choice("residual", self.residual, RESIDUALS)
+
+    @property
+    def best_residual(self) -> Residual:
+        """The form that trains best (docs/defaults.md)."""
+        return "pre" if self.encoder == "identity" else "normalised"
 
 
 C = TypeVar("C", bound=AnyConfig)
