@@ -35,6 +35,7 @@ from retreever.lab.bench.options_models import (
     BanditBench,
     BudgetsBench,
     ExportBench,
+    JobsBench,
     ModelsBench,
     OptimiseBench,
     RivalsBench,
@@ -88,6 +89,7 @@ class Bench:
         | Annotated[EncodeBench, named("encode", prefix_name=False)]
         | Annotated[GrowBench, named("grow", prefix_name=False)]
         | Annotated[ExportBench, named("export", prefix_name=False)]
+        | Annotated[JobsBench, named("jobs", prefix_name=False)]
         | Annotated[MemoryBench, named("memory", prefix_name=False)]
         | Annotated[ModelsBench, named("models", prefix_name=False)]
         | Annotated[OptimiseBench, named("optimise", prefix_name=False)]

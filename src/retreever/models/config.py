@@ -72,7 +72,8 @@ class ModelConfig(AnyConfig):
         layers: encoder layers.
         hidden: width of feed-forward layers and of the head.
         dropout: in embeddings of sequences, encoder, aggregator and feed-forward.
-        residual: form of the residual connections.
+        residual: form of the residual connections: "pre", "normalised", "doubled" or "none"; "auto" takes what trains
+            best, "normalised" behind an encoder and "pre" without one.
         max_tokens: longest context of the encoders linformer and chordmixer.
         window: tokens that each sees in the encoder local: itself and those before it in leaf order.
         waves: random waves (Fourier features) that join the coordinates of points; 0 for none.
@@ -83,7 +84,7 @@ class ModelConfig(AnyConfig):
     layers: int = 6
     hidden: int = 128
     dropout: float = 0.0
-    residual: Residual = "pre"
+    residual: Residual = "auto"  # type: ignore[assignment]  # replaced when the config is made
     max_tokens: int = 512
     window: int = 64
     waves: int = 0
@@ -91,6 +92,8 @@ class ModelConfig(AnyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if str(self.residual) == "auto":
+            object.__setattr__(self, "residual", self.best_residual)
         check_int("layers", self.layers, 0)
         for name in ("hidden", "max_tokens", "window"):
             check_int(name, getattr(self, name), 1)
@@ -100,6 +103,11 @@ class ModelConfig(AnyConfig):
             reject("waves", "0, as sequences have positions of their own", self.waves)
         check_number("dropout", self.dropout, below=1.0)
         check_choice("residual", self.residual, RESIDUALS)
+
+    @property
+    def best_residual(self) -> Residual:
+        """The form that trains best (docs/defaults.md)."""
+        return "pre" if self.encoder == "identity" else "normalised"
 
 
 C = TypeVar("C", bound=AnyConfig)

@@ -13,7 +13,7 @@ from retreever.arguments import check_bool, check_int
 from retreever.cross_attention import CrossAttention
 from retreever.models.base import Contexts, Mask, Model, Targets, Values
 from retreever.models.config import ModelConfig, embedding, head, layer_residual, read_out, resolve
-from retreever.nn.blocks import self_attention_block
+from retreever.nn.blocks import Residual, self_attention_block
 from retreever.results import KeyValues
 
 
@@ -34,6 +34,11 @@ class PerceiverIOConfig(ModelConfig):
         super().__post_init__()
         check_int("latents", self.latents, 1)
         check_bool("iterative", self.iterative)
+
+    @property
+    def best_residual(self) -> Residual:
+        """Perceiver IO is not stable with residuals on normalised inputs."""
+        return "pre"
 
 
 class PerceiverIO(Model):

@@ -21,7 +21,7 @@ class TrainConfig:
         batch: sequences or tasks per step.
         lr: peak learning rate of Adam.
         betas: of Adam.
-        warmup: steps over which the learning rate rises from 0.
+        warmup: steps over which the learning rate rises from 0; -1 takes an eighth of the steps, at most 500.
         schedule: "cosine" falls to 0 at the last step; "constant" stays.
         clip: largest gradient norm; 0 leaves gradients as they are.
         weight_decay: decoupled (AdamW).
@@ -41,7 +41,7 @@ class TrainConfig:
     batch: int = 128
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
-    warmup: int = 500
+    warmup: int = -1
     schedule: Schedule = "cosine"
     clip: float = 1.0
     weight_decay: float = 0.0
@@ -58,7 +58,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "evaluate_every", "save_every", "keep"):
             check_int(name, getattr(self, name), 1)
-        check_int("warmup", self.warmup, 0)
+        check_int("warmup", self.warmup, -1)
+        if self.warmup < 0:
+            object.__setattr__(self, "warmup", min(500, self.steps // 8))
         check_int("seed", self.seed, 0)
         check_choice("schedule", self.schedule, ("cosine", "constant"))
         check_choice("precision", self.precision, ("fp32", "tf32", "bf16"))

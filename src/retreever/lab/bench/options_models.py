@@ -11,6 +11,8 @@ from retreever.lab.recipes.models import POINT_MODELS, SERIES
 
 Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
 SHIPPED: tuple[Shipped, ...] = ("gp", "emnist", "activity", "copy-256", "copy-1024")
+Jobs = Literal["fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo"]
+JOBS: tuple[Jobs, ...] = ("fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo")
 
 
 @dataclass(frozen=True)
@@ -143,3 +145,17 @@ class BanditBench(BenchOptions):
     """Plays a model is given, the last ones; as many as it was trained with. 0 gives all."""
 
     name: ClassVar[str] = "bandit"
+
+
+@dataclass(frozen=True)
+class JobsBench(BenchOptions):
+    """Real jobs: trees, attention over all tokens and Perceiver IO trained for the same time, and the usual answer."""
+
+    seconds: float = 150.0
+    """Seconds of training of every method."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds to average over."""
+    only: tuple[Jobs, ...] = ()
+    """Jobs to run; all by default. Those whose data are absent are left out."""
+
+    name: ClassVar[str] = "jobs"

@@ -1,0 +1,85 @@
+"""`retreever bench jobs`: real jobs, every method trained for the same time, beside answers without a network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import fmean, stdev
+from typing import Any
+
+from retreever.arguments import check_choice, reject
+from retreever.errors import BackendError
+from retreever.lab.bench.jobs.co2 import Gaps
+from retreever.lab.bench.jobs.jobs import Digits, Field, Job, Nearest, Photo
+from retreever.lab.bench.jobs.tables import draw_jobs, job_tables
+from retreever.lab.bench.jobs.training import measured, readings, rivals
+from retreever.lab.bench.options_models import JOBS, JobsBench
+from retreever.lab.bench.report import Row, Rows, Run
+
+MAKERS: dict[str, Callable[[], Job]] = {
+    **{f"fields-{n}": partial(Field, n) for n in (512, 4096, 65536)},
+    "nearest": Nearest,
+    "co2": Gaps,
+    "digits": Digits,
+    "photo": Photo,
+}
+
+
+def measure(options: JobsBench) -> None:
+    """Run the benchmark and write its files. Weights are float32 on every device."""
+    for name in options.only:
+        check_choice("only", name, JOBS)
+    if not options.seeds:
+        reject("seeds", "at least one seed", options.seeds)
+    run = Run.start("jobs", replace(options, dtype="float32"))
+    seconds = min(options.seconds, 1.0) if options.quick else options.seconds
+    rows: Rows = []
+    left: dict[str, str] = {}
+    for name in options.only or JOBS:
+        try:
+            rows += job_rows(run, MAKERS[name](), seconds, options)
+        except BackendError as error:  # a package that the data come with is absent
+            left[name] = str(error)
+            print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
+    if not rows:
+        reject("only", "a job whose data are here", left)
+    found = summary(rows)
+    tables = job_tables(run, found, left, seconds, len(options.seeds))
+    run.publish(rows, tables, partial(draw_jobs, run, found), {"jobs": found, "left_out": left, "seconds": seconds})
+
+
+def job_rows(run: Run, job: Job, seconds: float, options: JobsBench) -> Rows:
+    """A row for every method, reading and seed."""
+    tests = job.tests()
+    n = tests[0].xc.shape[1]
+    where: Row = {"job": job.name, "n": n, "measure": job.score, "smaller": job.smaller}
+    rows: Rows = []
+    for name, answer in job.usual().items():
+        score = job.total([job.error(answer(batch), batch) for batch in tests])
+        rows.append({**where, "method": name, "seed": None, "score": score})
+    for method, make in rivals(job, n).items():
+        for seed in options.seeds:
+            trained = make(seconds, seed, run.device)
+            for suffix, reading in readings(trained.model, job, n).items():
+                found: dict[str, Any] = measured(trained.model, job, tests, run.device, **reading)
+                rows.append({**where, "method": method + suffix, "seed": seed, "steps": trained.steps, **found})
+                note = f"{found['score']:.4g}, {found['tokens']:.0f} tokens, {trained.steps} steps"
+                print(f"{job.name}, {method}{suffix}, seed {seed}: {note}", file=sys.stderr, flush=True)
+    return rows
+
+
+def summary(rows: Rows) -> Rows:
+    """Means over seeds, in the order of the rows."""
+    groups: dict[tuple[str, str], Rows] = {}
+    for row in rows:
+        groups.setdefault((row["job"], row["method"]), []).append(row)
+    means: Rows = []
+    for group in groups.values():
+        scores = [row["score"] for row in group]
+        mean: Row = {name: group[0][name] for name in ("job", "n", "measure", "smaller", "method")}
+        mean |= {"score": fmean(scores), "std": stdev(scores) if len(scores) > 1 else None}
+        mean |= {name: fmean(row[name] for row in group) for name in ("tokens", "us", "steps") if name in group[0]}
+        means.append(mean)
+    return means

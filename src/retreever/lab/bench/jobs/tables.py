@@ -1,0 +1,60 @@
+"""Tables and figure of `retreever bench jobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from retreever.lab.bench import figures
+from retreever.lab.bench.jobs.training import ALL, PERCEIVER
+from retreever.lab.bench.report import Row, Rows, Run, quantity
+from retreever.lab.tables import Cell, Table, percent, plus_minus
+
+
+def job_tables(run: Run, found: Rows, left: Mapping[str, str], seconds: float, seeds: int) -> list[Table]:
+    """One table per job."""
+    tables = []
+    for job in dict.fromkeys(row["job"] for row in found):
+        rows = [row for row in found if row["job"] == job]
+        full = next((row["score"] for row in rows if row["method"] == ALL), None)
+        better = "smaller is better" if rows[0]["smaller"] else "larger is better"
+        title = f"{job}: {rows[0]['measure']} ({better}), {rows[0]['n']:,} tokens, {seconds:g} s of training"
+        columns = ("method", rows[0]["measure"], "/ all tokens", "tokens read", "of all", "us a query", "steps")
+        tables.append(Table(title, columns, tuple(_line(row, full) for row in rows)))
+    notes = (
+        f"{seeds} seed{'s' * (seeds > 1)}, mean ± standard deviation; data are made outside the time of training",
+        f"{ALL}: cross attention as nn.MultiheadAttention computes it; us a query: contexts prepared",
+        *(f"left out: {name}: {reason}" for name, reason in left.items()),
+        run.footer(),
+    )
+    last = tables[-1]
+    return [*tables[:-1], Table(last.title, last.columns, last.rows, notes)]
+
+
+def _line(row: Row, full: float | None) -> tuple[Cell, ...]:
+    digits = 4 if row["smaller"] else 1
+    ratio = f"{row['score'] / full:.2f}" if full else None
+    tokens = row.get("tokens")
+    return (
+        row["method"],
+        plus_minus(row["score"], row["std"], digits),
+        ratio,
+        None if tokens is None else f"{tokens:,.0f}",
+        None if tokens is None else percent(tokens / row["n"], 2),
+        quantity(row.get("us")),
+        None if "steps" not in row else f"{row['steps']:,.0f}",
+    )
+
+
+def draw_jobs(run: Run, found: Rows, file: Path) -> Path:
+    """Draw bars of scores, a panel per job."""
+    colours = {ALL: figures.FULL, PERCEIVER: figures.PERCEIVER}
+    groups = {}
+    for job in dict.fromkeys(row["job"] for row in found):
+        rows = [row for row in found if row["job"] == job]
+        usual = {row["method"]: figures.REFERENCE for row in rows if "tokens" not in row}
+        look = {row["method"]: colours.get(row["method"], usual.get(row["method"], figures.TREE)) for row in rows}
+        title = f"{job}: {rows[0]['measure']}, {'shorter' if rows[0]['smaller'] else 'longer'} is better"
+        groups[title] = {row["method"]: (row["score"], look[row["method"]]) for row in rows}
+    where = run.machine["accelerator"] or run.machine["processor"]
+    return figures.draw_bars(groups, file, f"Real jobs, trained for the same time, {where}", "score")

@@ -1,0 +1,135 @@
+"""The methods of `retreever bench jobs`: how each is trained in a given time, and how it is read."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from retreever.batch import Batch
+from retreever.lab.bench.jobs.jobs import Job
+from retreever.models.perceiver_io import PerceiverIO
+from retreever.models.retreever import ReTreever
+from retreever.models.transformer_ca import TransformerCA
+from retreever.objective import ObjectiveConfig
+from retreever.pretrained.load import load_pretrained
+from retreever.train.staged import TAUGHT
+from retreever.tree.plan import TreePlan
+
+RATE, WARMUP, CLIP, FIRST = 2e-3, 0.05, 1.0, 0.8  # the share of the time that the warm-up, and attention, take
+ALL, PERCEIVER, SCRATCH, STAGED, TUNED = "all tokens", "Perceiver IO", "tree from scratch", "tree", "gp weights, tuned"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model and how many steps it took."""
+
+    model: Any
+    steps: int
+
+
+def rivals(job: Job, n: int) -> dict[str, Callable[[float, int, torch.device], Trained]]:
+    """How each method is trained: called with seconds, seed and device."""
+    one_path = TreePlan(n).tokens
+    found: dict[str, Callable[[float, int, torch.device], Trained]] = {
+        ALL: lambda s, seed, d: train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(d), s, seed, d),
+        PERCEIVER: lambda s, seed, d: train(
+            job, seeded(seed, lambda: PerceiverIO(**perceiver(job, one_path))).to(d), s, seed, d
+        ),
+        SCRATCH: lambda s, seed, d: train(job, seeded(seed, lambda: ReTreever(**job.fields)).to(d), s, seed, d),
+        STAGED: lambda s, seed, d: staged(job, s, seed, d, round(job.budget * n)),
+    }
+    if job.name == "co2":
+        found[TUNED] = lambda s, seed, d: train(job, load_pretrained("gp").to(d), s, seed, d, rate=RATE / 4)
+    return found
+
+
+def perceiver(job: Job, latents: int) -> dict[str, Any]:
+    """Settings of Perceiver IO: two blocks where the others have no encoder."""
+    given = {name: value for name, value in job.fields.items() if name != "encoder"}
+    return given | {"latents": latents, "layers": job.fields.get("layers", 2)}
+
+
+def seeded(seed: int, make: Callable[[], Any]) -> Any:
+    """A model with the weights of a seed."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def staged(job: Job, seconds: float, seed: int, device: torch.device, budgets: int) -> Trained:
+    """Attention first, then converted and trained on, as `fit_staged` does in steps."""
+    first = train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(device), FIRST * seconds, seed, device)
+    objective = ObjectiveConfig(**{**TAUGHT.__dict__, "budgets": budgets})
+    tree = ReTreever.from_transformer_ca(first.model, objective=objective)
+    second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=RATE / 2)
+    return Trained(second.model, first.steps + second.steps)
+
+
+def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device, rate: float = RATE) -> Trained:
+    """Adam for so many seconds, its rate rising and then falling to 0 over them.
+
+    Data are made outside the time, and a first step on a copy compiles what has to be compiled.
+    """
+    twin = copy.deepcopy(model).train()
+    torch.autograd.backward(twin.loss(job.sample(job.batch, torch.Generator().manual_seed(0)).to(device)).total)
+    optimiser = torch.optim.Adam(model.parameters(), rate, fused=True)
+    data, paths = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
+    model.train()
+    spent, steps = 0.0, 0
+    while spent < seconds:
+        batch = job.sample(job.batch, data).to(device)
+        draws = (model.draws_for(batch, paths),) if hasattr(model, "draws_for") else ()
+        _wait(device)
+        started = perf_counter()
+        done = spent / seconds
+        for group in optimiser.param_groups:
+            group["lr"] = rate * min(1.0, (done + 1e-3) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
+        optimiser.zero_grad()
+        torch.autograd.backward(model.loss(batch, *draws).total)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimiser.step()
+        _wait(device)
+        spent, steps = spent + perf_counter() - started, steps + 1
+    return Trained(model.eval(), steps)
+
+
+def readings(model: Any, job: Job, n: int) -> dict[str, dict[str, Any]]:
+    """The ways a model is read: a name that follows the method's, and arguments of `answer`."""
+    if not isinstance(model, ReTreever):
+        return {"": {}}
+    return {", one path": {}, f", {job.budget:.0%} read": {"budget": max(1, int(job.budget * n))}}
+
+
+@torch.inference_mode()
+def measured(model: Any, job: Job, tests: Iterable[Batch], device: torch.device, **reading: Any) -> dict[str, Any]:
+    """Score, tokens read and microseconds per query, with contexts prepared."""
+    parts, read, times = [], [], []
+    for batch in tests:
+        moved = batch.to(device)
+        memory = model.encode(moved.xc, moved.yc, moved.context_mask)
+        for _ in range(2):  # the first call may compile
+            _wait(device)
+            started = perf_counter()
+            dist = model.answer(memory, moved.xt, **reading)
+            _wait(device)
+            taken = perf_counter() - started
+        times.append(1e6 * taken / moved.xt[..., 0].numel())
+        parts.append(job.error(job.value(dist).cpu(), batch))
+        if isinstance(model, ReTreever):
+            read.append(float(model.search(memory, moved.xt, **reading).tokens_read.float().mean()))
+        else:
+            mask, n = batch.context_mask, batch.xc.shape[1]
+            real = n if mask is None else float(mask.float().sum(dim=1).mean())
+            read.append(min(real, model.tokens(n)))
+    return {"score": job.total(parts), "tokens": sum(read) / len(read), "us": min(times)}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
