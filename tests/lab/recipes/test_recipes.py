@@ -210,6 +210,7 @@ def test_tokens_are_those_of_the_paper() -> None:
     tokens = {r.task.name: (r.make_model().tokens(r.task.context), r.task.context) for r in recipes}
     assert tokens == {
         "copy": (8, 128), "gp": (7, 47), "emnist": (9, 197), "celeba": (9, 197), "activity": (7, 50),
+        "wheel": (10, 512),
     }  # fmt: skip
     assert make_recipe("gp", model="perceiver-io").make_model().tokens(47) == 7
     assert make_recipe("gp", model="perceiver-io", latents=32).make_model().tokens(47) == 32
