@@ -278,7 +278,7 @@ def test_every_adapter_of_lora_is_trained(impl: str, kind: str) -> None:
     adapters = {name: p for name, p in model.named_parameters() if "lora" in name}
     assert len(adapters) == 2 * len(names)
     assert [name for name, p in adapters.items() if p.grad is None or not p.grad.any()] == []
-    assert_alike(model, plain, data, 1e-4)
+    assert_alike(model, plain, data, 1e-6 if impl == "auto" else 1e-4)  # gradients to ten times that
 
 
 @pytest.mark.filterwarnings("ignore")  # torch is about to move this elsewhere
