@@ -185,6 +185,7 @@ while True:
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
             while not file.exists():
+                assert child.poll() is None
                 time.sleep(0.01)
             time.sleep(0.02 + 0.013 * attempt)
             child.send_signal(signal.SIGKILL)

@@ -34,8 +34,8 @@ def mean_tree(
     if plain and mask is None and plan.full and capacity is None:
         return plan, *_filled(plan, keys, values), None
     plan, nodes, node_mask = mean_nodes(torch.stack([keys, values], dim=2).flatten(2), branch, mask, capacity)
-    keys, values = nodes.view(b, plan.nodes, 2, h, e).unbind(dim=2)
-    return plan, keys, values, node_mask
+    pairs = nodes.view(b, plan.nodes, 2, h, e)  # not unbound: torch would refuse to write into the parts
+    return plan, pairs[:, :, 0], pairs[:, :, 1], node_mask
 
 
 def mean_nodes(
