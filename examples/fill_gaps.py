@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from retreever import GRUD, Batch, IPNets, MTANDEnc, ReTreever, context_of
-from retreever.train.config import TrainConfig
 from retreever.train import fit
+from retreever.train.config import TrainConfig
 
 WEEKS, SCALE = 104, 2.0  # of a window; ppm that count as 1
 SIZES = {"hidden": 64, "dim": 32, "dropout": 0.0}

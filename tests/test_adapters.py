@@ -22,7 +22,8 @@ from retreever.models.retreever import Draws
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 # Sizes the kernels take: heads of 16, hidden layers that are multiples of the width.
-SIZES: dict[str, Any] = {"dim": 32, "heads": 2, "layers": 1, "hidden": 32}
+# With "pre" every layer changes the output visibly, untrained as they are.
+SIZES: dict[str, Any] = {"dim": 32, "heads": 2, "layers": 1, "hidden": 32, "residual": "pre"}
 MODELS: dict[str, Callable[..., Any]] = {
     "transformer": lambda **more: ReTreever(**SIZES | more),
     "linformer": lambda **more: ReTreever(**SIZES | more, encoder="linformer", max_tokens=16),

@@ -262,7 +262,7 @@ def test_search_tells_how_predictions_came_about() -> None:
 @models
 def test_every_model_learns_one_batch_by_heart(kind: type[nn.Module]) -> None:
     """Squared error falls below 2 % of where it started."""
-    module = model(kind, dim=32, hidden=32, layers=1, head="point", dim_y=1)
+    module = model(kind, dim=32, hidden=32, layers=1, residual="pre", head="point", dim_y=1)
     x = torch.linspace(-2, 2, 8).expand(2, 8)[..., None].expand(2, 8, 2)
     data = Batch(x, torch.sin(2 * x[..., :1]), rand(2, 5, 2), rand(2, 5, 1, seed=1))
     optimizer = torch.optim.Adam(module.parameters(), lr=5e-3)

@@ -227,7 +227,7 @@ def test_mistakes_are_named() -> None:
         make_recipe("gp", colour="red")
     with pytest.raises(InputError, match=r"^model: expected a model of the copy task, one of tca, ca, perceiver-io"):
         make_recipe("copy", model="retreever")
-    with pytest.raises(InputError, match=r"^task: expected one of copy, gp, emnist, celeba, activity, got 'mnist'"):
+    with pytest.raises(InputError, match=r"^task: expected one of copy, gp, .*, wheel, got 'mnist'"):
         make_recipe("mnist")
     with pytest.raises(InputError, match=r"^steps: expected an int >= 1, got -3"):
         make_recipe("gp").changed(steps=-3)
