@@ -51,11 +51,12 @@ def real_rows(mask, rows, there):
 @triton.jit
 def shares_of(scores, real, HEADS: tl.constexpr, H: tl.constexpr):
     """(C,): fourth root of the attention each cell has among all cells, summed over heads; -1 at padding."""
-    weights = tl.exp(scores - tl.max(scores, axis=0)[None])
-    weights = tl.sqrt(tl.sqrt(weights / tl.sum(weights, axis=0)[None]))
+    roots = tl.exp(0.25 * (scores - tl.max(scores, axis=0)[None]))
+    squares = roots * roots
+    roots = roots / tl.sqrt(tl.sqrt(tl.sum(squares * squares, axis=0)))[None]
     if H != HEADS:
-        weights = tl.where((tl.arange(0, H) < HEADS)[None], weights, 0.0)
-    return tl.where(real, tl.sum(weights, axis=1), -1.0)
+        roots = tl.where((tl.arange(0, H) < HEADS)[None], roots, 0.0)
+    return tl.where(real, tl.sum(roots, axis=1), -1.0)
 
 
 @triton.jit

@@ -51,7 +51,8 @@ def open_nodes(plan: TreePlan, path: Int[Tensor, "b m"], budget: int, open_: Spr
     left = []
     for level, most in enumerate(open_.widest, start=1):
         rows, scores, real = children(opened, level, plan.branch)
-        share = scores.softmax(dim=2).pow(0.25).mean(dim=3).masked_fill(~real, -torch.inf)
+        roots = (0.25 * scores.log_softmax(dim=2)).exp()  # of logarithms: most shares are too small for float32
+        share = roots.mean(dim=3).masked_fill(~real, -torch.inf)
         share = share.masked_fill(rows == taken[..., level - 1, None], torch.inf)
         opens = _first(share, _width(open_, level, rows)) & real
         left.append(rows.masked_fill(opens | ~real, plan.nodes))
