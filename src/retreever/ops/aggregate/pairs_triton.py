@@ -1,8 +1,9 @@
 """Triton kernel of one way up a binary tree, for layers whose weights fit into the registers of one program.
 
-The weights are read once for all levels, the node just computed stays in registers, and its sibling on the next level
+The matrices are read once for all levels, the node just computed stays in registers, and its sibling on the next level
 is read ahead, so that a level waits for arithmetic alone. A level has two children: its products are sums in float32,
-without tensor cores, whose tiles would be 16 rows high.
+without tensor cores, whose tiles would be 16 rows high. Biases and norms are read where they are used: every warp has
+all of a vector, and kept for all levels these would push matrices out of the registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,10 +19,10 @@ from retreever.ops.aggregate.weights import LayerWeights
 from retreever.ops.launching_triton import Launcher, on_device_of
 from retreever.tree.plan import TreePlan
 
-# To be measured: `retreever bench grow --device cuda --n 1048576` with and without, and with 8 and 16 warps. The kernel
-# stays if its append is the faster one; otherwise this file goes, and `climb_path` does all ways.
+# To be measured: `retreever bench grow --device cuda --n 1048576` with and without. The kernel stays if its append is
+# the faster one; otherwise this file goes, and `climb_path` does all ways.
 ENABLED = True
-WARPS = 16  # together they have 65,536 registers; the rest of them is for the arithmetic
+WARPS = 8  # with all 65,536 registers of a processor; with 16 warps too few are left for the arithmetic
 MOST_WEIGHTS = 42 * 1024  # numbers: a layer of width 64 with 128 hidden units has 41,728
 
 
@@ -45,6 +46,15 @@ def times(w, x):
 
 
 @triton.jit
+def spread(x):
+    """The same vector, but held by every warp: sums over it are then exchanged within warps alone.
+
+    The sum of one row does nothing else; without it the compiler leaves a product where its rows were.
+    """
+    return tl.sum(x[None, :], axis=0)
+
+
+@triton.jit
 def normalise(x, weight, bias, D: tl.constexpr):
     """Layer norm of a vector."""
     centred = x - tl.sum(x, axis=0) / D
@@ -52,14 +62,17 @@ def normalise(x, weight, bias, D: tl.constexpr):
 
 
 @triton.jit
-def sibling_weight(q, key, other_real, HEADS: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr):
-    """Weights of the sibling, one for every number of a head; `key` is a child's less its sibling's.
+def sibling_weights(own_q, other_q, lead, own_real, other_real, HEADS: tl.constexpr, E: tl.constexpr,
+                    SCALE: tl.constexpr):  # fmt: skip
+    """Weights of the sibling in both children's attention, one for every number of a head.
 
-    The softmax of two scores is a sigmoid of their difference.
+    `lead` is a child's key less its sibling's: the softmax of two scores is a sigmoid of their difference.
     """
-    margin = tl.sum(tl.reshape(q * key, (HEADS, E)), axis=1) * SCALE
-    weight = tl.sigmoid(-margin) * other_real
-    return tl.reshape(tl.broadcast_to(weight[:, None], (HEADS, E)), (HEADS * E,))
+    margins = tl.reshape(tl.join(own_q * lead, -other_q * lead), (HEADS, E, 2))
+    weights = tl.sigmoid(-tl.sum(margins, axis=1) * SCALE)
+    weights = tl.broadcast_to(weights[:, None, :], (HEADS, E, 2))
+    own, other = tl.split(tl.reshape(weights, (HEADS * E, 2)))
+    return own * other_real, other * own_real
 
 
 @triton.jit
@@ -94,32 +107,31 @@ def climb_pairs(
     put_token(nodes, mask, count, tokens + batch * D, place, own_real, powers, offsets, first, depth, D, LEVELS)
     start = first * 0 + leaf_offset
     other, other_real = node_at(nodes, mask, first + start + (place ^ 1), D)
-    norm_w, norm_b, out_b = vector(norm_w, D), vector(norm_b, D), vector(out_b, D)
-    feed_w, feed_b, down_b = vector(feed_w, D), vector(feed_b, D), vector(down_b, D)
-    value_b, gate_b = vector(up_b, HIDDEN), vector(up_b + HIDDEN, HIDDEN)
-    q_w, key_w, value_w, out_w = matrix(q_w, D, D), matrix(kv_w, D, D), matrix(kv_w + D * D, D, D), matrix(out_w, D, D)
-    up_w, gate_w, down_w = matrix(up_w, HIDDEN, D), matrix(up_w + HIDDEN * D, HIDDEN, D), matrix(down_w, D, HIDDEN)
+    q, key, value, out = matrix(q_w, D, D), matrix(kv_w, D, D), matrix(kv_w + D * D, D, D), matrix(out_w, D, D)
+    up, gate, down = matrix(up_w, HIDDEN, D), matrix(up_w + HIDDEN * D, HIDDEN, D), matrix(down_w, D, HIDDEN)
     own = vector(tokens + batch * D, D).to(nodes.dtype.element_ty).to(tl.float32)
     for _ in range(depth):
         place = place // 2
         start = start // 2 - 1
         ahead, ahead_real = node_at(nodes, mask, first + start + (place ^ 1), D)
-        own_normed, other_normed = normalise(own, norm_w, norm_b, D), normalise(other, norm_w, norm_b, D)
+        norm, bias = vector(norm_w, D), vector(norm_b, D)
+        own_normed, other_normed = normalise(own, norm, bias, D), normalise(other, norm, bias, D)
         own_context, other_context = (own_normed, other_normed) if PRE else (own, other)
-        lead = times(key_w, own_context - other_context)
-        own_value, other_value = times(value_w, own_context), times(value_w, other_context)
-        away = sibling_weight(times(q_w, own_normed), lead, other_real, HEADS, D // HEADS, SCALE)
-        own_mixed = own_value - away * (own_value - other_value)
-        away = sibling_weight(times(q_w, other_normed), -lead, own_real, HEADS, D // HEADS, SCALE)
-        other_mixed = other_value - away * (other_value - own_value)
-        own_out = (own if PRE else own_normed) + times(out_w, own_mixed) + out_b
-        other_out = (other if PRE else other_normed) + times(out_w, other_mixed) + out_b
-        own_fed, other_fed = normalise(own_out, feed_w, feed_b, D), normalise(other_out, feed_w, feed_b, D)
-        hidden = own_real * gated(own_fed, up_w, value_b, gate_w, gate_b)
-        hidden += other_real * gated(other_fed, up_w, value_b, gate_w, gate_b)
+        lead = times(key, own_context - other_context)
+        own_value, other_value = times(value, own_context), times(value, other_context)
+        own_away, other_away = sibling_weights(times(q, own_normed), times(q, other_normed), lead, own_real, other_real,
+                                               HEADS, D // HEADS, SCALE)  # fmt: skip
+        gap, bias = own_value - other_value, vector(out_b, D)
+        own_out = (own if PRE else own_normed) + spread(times(out, own_value - own_away * gap)) + bias
+        other_out = (other if PRE else other_normed) + spread(times(out, other_value + other_away * gap)) + bias
+        norm, bias = vector(feed_w, D), vector(feed_b, D)
+        own_fed, other_fed = normalise(own_out, norm, bias, D), normalise(other_out, norm, bias, D)
+        up_bias, gate_bias = vector(up_b, HIDDEN), vector(up_b + HIDDEN, HIDDEN)
+        hidden = own_real * gated(own_fed, up, up_bias, gate, gate_bias)
+        hidden += other_real * gated(other_fed, up, up_bias, gate, gate_bias)
         total = own_real * (own_out if PRE else own_fed) + other_real * (other_out if PRE else other_fed)
         number = own_real + other_real  # the last layer is linear: one product serves the mean of both children
-        own = (total + times(down_w, hidden) + number * down_b) / tl.maximum(number, 1)
+        own = (total + spread(times(down, hidden)) + number * vector(down_b, D)) / tl.maximum(number, 1)
         own = own.to(nodes.dtype.element_ty)
         tl.store(nodes + (first + start + place) * D + tl.arange(0, D), own)
         own, own_real = own.to(tl.float32), tl.minimum(number, 1)

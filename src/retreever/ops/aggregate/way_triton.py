@@ -33,6 +33,7 @@ def put_token(nodes, mask, count, token, slot, now, powers, offsets, first, dept
     before = tl.load(count + first + row, mask=inside, other=0)
     leaf = tl.arange(0, LEVELS) == 0
     after = before + now - tl.sum(tl.where(leaf, before, 0), axis=0)
+    tl.debug_barrier()  # every warp has read the counts before one of them writes
     tl.store(count + first + row, after, mask=inside)
     tl.store(mask + first + row, after > 0, mask=inside)
     column = tl.arange(0, D)
