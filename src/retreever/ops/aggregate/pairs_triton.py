@@ -99,21 +99,21 @@ def climb_pairs(
 ):  # fmt: skip
     """Put a token (tokens, (b, D)) on a leaf slot of one row of the batch, and compute all nodes above it.
 
-    `nodes` (b, rows, D), `mask` and `count` (b, rows) are dense. A level starts at row 2^l - 2.
+    `nodes` (b, rows, D), `mask` and `count` (b, rows) are dense. Levels start at rows 2^l - 2, so siblings differ in
+    their last bit alone.
     """
     batch = tl.program_id(0).to(tl.int64)
-    place, first = tl.load(slots + batch * slot_stride), batch * rows
+    slot, first = tl.load(slots + batch * slot_stride), batch * rows
     own_real = is_real(real, batch * real_stride)
-    put_token(nodes, mask, count, tokens + batch * D, place, own_real, powers, offsets, first, depth, D, LEVELS)
-    start = first * 0 + leaf_offset
-    other, other_real = node_at(nodes, mask, first + start + (place ^ 1), D)
+    put_token(nodes, mask, count, tokens + batch * D, slot, own_real, powers, offsets, first, depth, D, LEVELS)
+    at = slot + leaf_offset
+    other, other_real = node_at(nodes, mask, first + (at ^ 1), D)
     q, key, value, out = matrix(q_w, D, D), matrix(kv_w, D, D), matrix(kv_w + D * D, D, D), matrix(out_w, D, D)
     up, gate, down = matrix(up_w, HIDDEN, D), matrix(up_w + HIDDEN * D, HIDDEN, D), matrix(down_w, D, HIDDEN)
     own = vector(tokens + batch * D, D).to(nodes.dtype.element_ty).to(tl.float32)
     for _ in range(depth):
-        place = place // 2
-        start = start // 2 - 1
-        ahead, ahead_real = node_at(nodes, mask, first + start + (place ^ 1), D)
+        at = at // 2 - 1
+        ahead, ahead_real = node_at(nodes, mask, first + (at ^ 1), D)
         norm, bias = vector(norm_w, D), vector(norm_b, D)
         own_normed, other_normed = normalise(own, norm, bias, D), normalise(other, norm, bias, D)
         own_context, other_context = (own_normed, other_normed) if PRE else (own, other)
@@ -133,7 +133,7 @@ def climb_pairs(
         number = own_real + other_real  # the last layer is linear: one product serves the mean of both children
         own = (total + spread(times(down, hidden)) + number * vector(down_b, D)) / tl.maximum(number, 1)
         own = own.to(nodes.dtype.element_ty)
-        tl.store(nodes + (first + start + place) * D + tl.arange(0, D), own)
+        tl.store(nodes + (first + at) * D + tl.arange(0, D), own)
         own, own_real = own.to(tl.float32), tl.minimum(number, 1)
         other, other_real = ahead, ahead_real
 
