@@ -34,26 +34,33 @@ def measure(options: BanditBench) -> None:
         if recipe.task.name != "wheel":
             reject("runs", "runs of the wheel task", f"{path}, one of {recipe.task.name}")
         players[path.name] = model.eval().to(run.device)
-    rows: Rows = []
-    for delta in options.deltas:
-        rows.append(row_of("uniform", delta, play_uniform(run, options, delta)))
-        for name, model in players.items():
-            rows.append(row_of(name, delta, play(run, options, model, delta)))
-            print(f"delta {delta:g}, {name}: {rows[-1]['cumulative']:.2f}% of uniform", flush=True)
+    rows = [row_of("uniform", delta, play_uniform(run, options, delta)) for delta in options.deltas]
+    for name, model in players.items():
+        found = play(run, options, model)
+        rows += [row_of(name, delta, regret) for delta, regret in found.items()]
+        totals = ", ".join(f"{row['cumulative']:.2f} (delta {row['delta']:g})" for row in rows[-len(found) :])
+        print(f"{name}: {totals} % of uniform", flush=True)
     run.publish(rows, [bandit_table(run, options, rows)], partial(draw_bandit, rows), {})
 
 
 @torch.inference_mode()
-def play(run: Run, options: BanditBench, model: Model, delta: float) -> Regret:
-    """First a random arm, then that with the largest mean plus standard deviation, given all plays so far."""
-    game = Game(delta, options.players, options.steps, run.device)
-    game.play(0, game.first)
+def play(run: Run, options: BanditBench, model: Model) -> dict[float, Regret]:
+    """First a random arm, then that with the largest mean plus standard deviation, given all plays so far.
+
+    Games of all deltas are one batch of the model.
+    """
+    games = [Game(delta, options.players, options.steps, run.device) for delta in options.deltas]
+    x = torch.cat([game.x for game in games])
+    for game in games:
+        game.play(0, game.first)
     for step in range(1, options.steps):
         window = slice(max(0, step - options.window) if options.window else 0, step)
-        dist = model.predict(game.x[:, window], game.history[:, window], game.x[:, step : step + 1])
-        optimistic: Tensor = (dist.mean + dist.stddev)[:, 0]
-        game.play(step, optimistic.argmax(dim=1))
-    return game.regret()
+        history = torch.cat([game.history[:, window] for game in games])
+        dist = model.predict(x[:, window], history, x[:, step : step + 1])
+        optimistic: Tensor = (dist.mean + dist.stddev)[:, 0].argmax(dim=1)
+        for game, arms in zip(games, optimistic.split(options.players), strict=True):
+            game.play(step, arms)
+    return {delta: game.regret() for delta, game in zip(options.deltas, games, strict=True)}
 
 
 def play_uniform(run: Run, options: BanditBench, delta: float) -> Regret:
