@@ -194,6 +194,20 @@ def test_training_windows_come_from_the_training_part_alone(tmp_path: Path) -> N
     assert torch.equal(parts[0].yc, again.yc) and not torch.equal(again.yc, task.sample(200, task.training(1)).yc)
 
 
+def test_crops_lose_first_points_and_start_at_time_0(tmp_path: Path) -> None:
+    task = ActivityTask(write(tmp_path, made_up(300)), crop=10)
+    whole = ActivityTask(write(tmp_path, made_up(300))).sample(64, task.training(0))
+    batch = task.sample(64, task.training(0)).validate()
+    assert batch.context_mask is not None and batch.target_mask is batch.context_mask
+    gone = (~batch.context_mask).sum(dim=1)
+    assert gone.unique().tolist() == list(range(11))  # all lengths occur, the last points are always there
+    for row, first in enumerate(gone.tolist()):
+        assert batch.context_mask[row, first:].all()
+        torch.testing.assert_close(batch.xc[row, first:], whole.xc[row, first:] - whole.xc[row, first])
+        assert torch.equal(batch.yc[row], whole.yc[row]) and torch.equal(batch.yt[row], whole.yt[row])
+    assert all(part.context_mask is None for part in (*task.validation(), *task.test()))
+
+
 def test_the_metric_is_accuracy_per_time_point() -> None:
     x, logits = torch.zeros(1, 4, 1), 9.0 * torch.nn.functional.one_hot(torch.tensor([[0, 3, 6, 2]]), CLASSES)
     batch = Batch(x, torch.zeros(1, 4, 24), x, torch.tensor([[0, 3, 1, 2]]))
@@ -277,6 +291,8 @@ def test_a_split_by_recording_needs_three(tmp_path: Path) -> None:
 
 
 def test_unusable_settings_are_refused() -> None:
+    with pytest.raises(InputError, match="crop: expected fewer than the 50 points of a window, got 50"):
+        ActivityTask("x", crop=50)
     with pytest.raises(InputError, match="split: expected one of paper, recording"):
         ActivityTask("somewhere", "people")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="path: expected a file or folder"):

@@ -11,7 +11,7 @@ are those of a leaking split. In the split "recording" no recording is in two pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
@@ -59,12 +59,16 @@ class ActivityTask:
 
     path: str | Path  # the file ConfLongDemo_JSI.txt or ConfLongDemo_JSI.txt.gz, or the folder it lies in
     split: Split = "paper"  # windows at random, which leaks, or "recording": no recording in two parts
+    crop: int = 0  # training windows lose up to so many of their first points, at random
     test_batches: ClassVar[int] = 1  # all windows at once
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | Path):
             reject("path", "a file or folder", type(self.path).__name__)
         check_choice("split", self.split, SPLITS)
+        check_int("crop", self.crop, 0)
+        if self.crop >= WINDOW:
+            reject("crop", f"fewer than the {WINDOW} points of a window", self.crop)
 
     @property
     def sizes(self) -> dict[Part, int]:
@@ -81,7 +85,8 @@ class ActivityTask:
         part = self._part("train", device)
         chosen = torch.randint(len(part.xc), (size,), generator=generator, device=generator.device).to(device)
         time = part.xc[chosen]
-        return Batch(xc=time, yc=part.yc[chosen], xt=time, yt=part.yt[chosen])
+        batch = Batch(xc=time, yc=part.yc[chosen], xt=time, yt=part.yt[chosen])
+        return cropped(batch, self.crop, generator) if self.crop else batch
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
         """All windows are of one length."""
@@ -121,6 +126,18 @@ class ActivityTask:
         part = self._part(name)
         every = size or len(part.xc)
         return (part.rows(slice(start, start + every)) for start in range(0, len(part.xc), every))
+
+
+def cropped(batch: Batch, most: int, generator: torch.Generator) -> Batch:
+    """Windows without 0 to `most` of their first points; times start at 0 again.
+
+    A causal model knows little at the start of a window; where windows start is chance, so every point may be a start.
+    """
+    rows, points = batch.xc.shape[:2]
+    gone = torch.randint(most + 1, (rows, 1), generator=generator, device=generator.device).to(batch.xc.device)
+    time = (batch.xc - batch.xc.gather(1, gone[..., None])).clamp_min(0)
+    real = torch.arange(points, device=gone.device) >= gone
+    return replace(batch, xc=time, xt=time, context_mask=real, target_mask=real)
 
 
 def windows_of(recordings: list[Recording]) -> Windows:

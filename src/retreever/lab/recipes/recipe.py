@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch is imported only when a model is made
     from retreever.models.base import Model
 
 FORMAT = 2  # of config.json; version 0.1 wrote no number
-LATER: dict[str, Any] = {"budget": None, "state": 0, "solver": "fixed"}  # not in older runs of this format
+LATER: dict[str, Any] = {"budget": None, "state": 0, "solver": "fixed", "crop": 0}  # not in older runs of this format
 Preset = Literal["default", "paper"]
 PRESETS: tuple[Preset, ...] = ("default", "paper")
 
@@ -111,7 +111,8 @@ def recipe_from_json(saved: dict[str, Any]) -> Recipe:
         raise ConfigError(f"config.json: expected a task of {', '.join(TASKS)}, got {task!r}")
     if saved.get("format", FORMAT) != FORMAT:
         raise ConfigError(f"config.json: format: expected {FORMAT}, got {saved['format']!r}")
-    values = LATER | {key: value for key, value in saved.items() if key not in ("format", "task")}
+    later = {name: value for name, value in LATER.items() if name in setting_names(task)}
+    values = later | {key: value for key, value in saved.items() if key not in ("format", "task")}
     if "format" in saved:
         for name in setting_names(task):
             if name not in values:

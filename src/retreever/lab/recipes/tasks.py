@@ -169,19 +169,25 @@ class ActivitySettings(TaskSettings):
 
     split: Literal["paper", "recording"] = "paper"
     """The paper's split, which leaks, or one that shares no recording."""
+    crop: int = 0
+    """Training windows lose up to so many of their 50 points, the first ones, at random."""
 
     name: ClassVar[str] = "activity"
-    marks: ClassVar[tuple[str, ...]] = ("split",)
     models: ClassVar[tuple[str, ...]] = POINT_MODELS + SERIES
     metric: ClassVar[str] = "accuracy in %"
     model_fields: ClassVar[dict[str, Any]] = {"dim_x": 1, "dim_y": 24, "outputs": 11, "head": "categorical"}
     context: ClassVar[int] = 50
 
+    @property
+    def mark(self) -> str:
+        """The split, and how far windows are cropped."""
+        return self.split + (f"-crop{self.crop}" if self.crop else "")
+
     def make(self, data: Path | None, preset: str = "default") -> Any:
         """Windows of the official file."""
         from retreever.tasks.activity import ActivityTask
 
-        return ActivityTask(find_data("person_activity", data), self.split)
+        return ActivityTask(find_data("person_activity", data), self.split, self.crop)
 
 
 @dataclass(frozen=True)
