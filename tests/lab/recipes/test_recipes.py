@@ -107,7 +107,7 @@ def test_models_of_time_series_have_published_sizes_unless_given() -> None:
         assert type(made) is kinds[name] and made.config.hidden == kinds[name].settings().hidden
         assert made.config.dropout == (0.2 if name == "ip-nets" else 0.1) and made.config.channels == 12
         assert make_recipe("activity", model=name, state=20).make_model().config.hidden == 20
-    assert parsed("activity", "--model", "ode-rnn").train.lr == 3e-3
+    assert parsed("activity", "--model", "rnn-impute").train.lr == 1e-3
     assert parsed("activity", "--model", "grud", "--state", "64").name == "activity-paper-grud-64-seed0"
     adaptive = make_recipe("activity", model="latent-ode", solver="adaptive")
     assert adaptive.name == "activity-paper-latent-ode-adaptive-seed0" and not adaptive.make_model().capturable

@@ -73,9 +73,6 @@ MODELS: dict[str, Values] = {  # what some models change in the defaults of thei
     "lbanp": {"lr": 1e-3, "latents": 8},
     "cmanp": {"lr": 1e-3, "latents": 128},
     "ip-nets": {"dropout": 0.2},
-    "ode-rnn": {"lr": 3e-3},
-    "latent-ode-rnn": {"lr": 1e-2},
-    "latent-ode": {"lr": 3e-3},
 }
 
 
