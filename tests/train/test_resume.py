@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -152,21 +155,35 @@ def test_weights_of_another_model_are_refused_by_key(tmp_path: Path) -> None:
         resume_from(folder, a_trainer(other))
 
 
+def start(out: Path) -> ForkProcess:
+    """The command in a process that has nothing to import any more."""
+    process = get_context("fork").Process(target=lambda: sys.exit(main([*ARGUMENTS, "--out", str(out), "--resume"])))
+    process.start()
+    return process
+
+
+def kill_twice(out: Path) -> None:
+    """Kill a run at random moments after a new checkpoint, then leave it in peace."""
+    dice = random.Random(1)
+    for _ in range(2):
+        seen, process = newest(out), start(out)
+        while process.is_alive() and newest(out) == seen:
+            time.sleep(0.002)
+        time.sleep(dice.random() * 0.05)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    process = start(out)
+    process.join()
+    assert process.exitcode == 0
+
+
 def test_killed_and_resumed_through_the_command_line(tmp_path: Path) -> None:
     """SIGKILL at random moments, resumed each time, evaluated at the end: the result of the run left in peace."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert main([*ARGUMENTS, "--out", str(whole)]) == 0
-    command = [sys.executable, "-m", "retreever.cli", *ARGUMENTS, "--out", str(broken), "--resume"]
-    dice = random.Random(1)
-    for _ in range(2):
-        seen = newest(broken)
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        while process.poll() is None and newest(broken) == seen:
-            time.sleep(0.002)
-        time.sleep(dice.random() * 0.05)
-        process.kill()
-        process.wait()
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    done = subprocess.run([sys.executable, __file__, str(broken)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert_same_bits(RunFolder(whole / NAME), RunFolder(broken / NAME))
     results = [json.loads((root / NAME / "result.json").read_text()) for root in (whole, broken)]
     assert results[0]["test"] == results[1]["test"]
@@ -244,3 +261,15 @@ def test_a_damaged_checkpoint_says_how_to_go_on(tmp_path: Path) -> None:
     os.truncate(newest / "tensors.safetensors", 100)
     with pytest.raises(CheckpointError, match=f"got 100; without {newest} the run goes on from an earlier one"):
         resume_from(folder, a_trainer())
+
+
+if __name__ == "__main__":  # forking is cheap and safe here
+    for name in (
+        "torch._dynamo",
+        "matplotlib.figure",
+        "retreever.lab.recipes.command",
+        "retreever.ops.search.launch_numba",
+    ):
+        import_module(name)
+    torch.set_num_threads(1)
+    kill_twice(Path(sys.argv[1]))
