@@ -1,0 +1,15 @@
+"""Benchmarks look for garbage before they measure, which takes long among all that other tests have imported."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_look_through() -> Iterator[None]:
+    gc.freeze()
+    yield
+    gc.unfreeze()
