@@ -3,6 +3,7 @@
 What tests cache and where they look for data is not the user's.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: garbage is looked for among what tests make alone."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

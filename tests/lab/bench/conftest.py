@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def little_to_look_through() -> Iterator[None]:
+def little_to_look_through() -> None:
     gc.freeze()
-    yield
-    gc.unfreeze()
