@@ -10,13 +10,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retreever import InputError, Tree, TreeCrossAttention, leaf_order
-from retreever.ops.backend import Impl
+from retreever.ops.backend import Impl, interpreting, unavailable
 
 pytest.importorskip("numba")
 PARTS = ("nodes", "keys", "values", "log_count", "counted")
 SETTINGS: list[dict[str, Any]] = [{}, {"aggregator": "mean"}, {"aggregator": "mean", "log_count": True}]
+# Ways through the kernels of a GPU: any branch, both residuals, with and without log counts.
+WAYS: list[dict[str, Any]] = [
+    *SETTINGS,
+    {"log_count": True},
+    {"log_count": True, "residual": "normalised"},
+    {"branch": 3},
+    {"branch": 3, "aggregator": "mean", "log_count": True},
+]
+HERE: list[Impl] = ["numba", "reference"]
+if interpreting() and unavailable("triton", "cpu", torch.float32) is None:
+    HERE.append("triton")
+interpreted = pytest.mark.skipif("triton" not in HERE, reason="needs Triton's interpreter")
 
 
 def module_of(impl: Impl = "auto", dim: int = 16, **options: Any) -> TreeCrossAttention:
@@ -87,9 +100,7 @@ CHANGES = st.lists(
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    CHANGES, st.integers(1, 6), st.integers(2, 4), st.sampled_from(SETTINGS), st.sampled_from(["numba", "reference"])
-)
+@given(CHANGES, st.integers(1, 6), st.integers(2, 4), st.sampled_from(SETTINGS), st.sampled_from(HERE))
 def test_any_changes_give_the_tree_built_at_once(
     changes: list[tuple[str, int, float, bool]], first: int, branch: int, options: dict[str, Any], impl: Impl
 ) -> None:
@@ -108,30 +119,66 @@ def test_any_changes_give_the_tree_built_at_once(
             assert torch.allclose(ours.output, theirs.output, atol=1e-5)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-@pytest.mark.parametrize("branch", [2, 3])
-def test_the_triton_kernel_gives_the_same_tree(branch: int) -> None:
-    pytest.importorskip("triton")
-    module, plain = (module_of(impl, 32, branch=branch) for impl in ("triton", "reference"))
+@interpreted
+@pytest.mark.parametrize("registers", [True, False])
+@pytest.mark.parametrize("options", WAYS)
+def test_the_triton_kernels_give_the_same_tree(
+    options: dict[str, Any], registers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel of pairs, where it applies, and by the one of all branches."""
+    pairs = pytest.importorskip("retreever.ops.aggregate.pairs_triton")
+    if not registers and ("branch" in options or "aggregator" in options):
+        pytest.skip("the same kernel as with registers")
+    monkeypatch.setattr(pairs, "ENABLED", registers)
+    module, plain = (module_of(impl, 32, **options) for impl in ("triton", "reference"))
     with torch.no_grad():
-        story, other = Story(module, 2, 3), Story(plain, 2, 3)
-        for change in [
-            ("append", 2, 0, True),
-            ("append", 1, 0, False),
-            ("evict", 1, 0.4, True),
-            ("replace", 1, 0.2, True),
+        story = Story(module, 2, 3)
+        for kind, amount, place in [
+            ("append", 2, 0.0),
+            ("append", 1, 0.0),
+            ("evict", 1, 0.4),
+            ("append", 1, 0.0),
+            ("replace", 1, 0.2),
+            ("evict", 1, 0.9),
+            ("replace", 1, 0.4),
         ]:
-            torch.manual_seed(1)
-            story.tell(*change)
-            torch.manual_seed(1)
-            other.tell(*change)
-        assert not torch.equal(story.tree.nodes, other.tree.nodes)  # type: ignore[arg-type]  # the kernel ran
-        other.tokens = story.tokens
-        assert_same(story.tree, story.built())
+            story.tell(kind, amount, place, in_place=place == 0)
+        built = plain.build(story.tokens, story.real, capacity=story.tree.plan.n)
+        assert not torch.equal(story.tree.keys, built.keys)  # the kernels ran: they round differently
+        assert_same(story.tree, built)
         query = torch.randn(2, 3, 32)
-        assert torch.equal(
-            module(query, story.tree).path, plain(query, plain.build(story.tokens, story.real, capacity=1)).path
-        )
+        assert torch.equal(module(query, story.tree).path, plain(query, built).path)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        allocates = "empty" in func.__name__
+        self.count += not (func.is_view or allocates)
+        return func(*args, **(kwargs or {}))
+
+
+@interpreted
+@pytest.mark.parametrize("options", [way for way in WAYS if "residual" not in way])  # keys of a norm, by the kernel
+def test_an_append_is_a_few_launches(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs microseconds on a GPU: two kernels and the new length, whatever the depth of the tree."""
+    launching = pytest.importorskip("retreever.ops.launching_triton")
+    module = module_of("triton", 32, **options)
+    token, launches = torch.randn(1, 1, 32), []
+    with torch.inference_mode():
+        module.impl = "reference"
+        tree = module.build(torch.randn(1, 40, 32), capacity=81)
+        module.impl = "triton"
+        monkeypatch.setattr(launching.Launcher, "__call__", lambda *args, **_: launches.append(args))
+        monkeypatch.setattr("retreever.growing_inputs.check_finite", lambda *_: None)  # which CUDA tensors are spared
+        with Operations() as operations:
+            module.append(tree, token, in_place=True)
+    assert len(launches) == 2 and operations.count == 1
 
 
 @pytest.mark.parametrize("options", SETTINGS)
@@ -315,8 +362,12 @@ def cuda_module(**options: Any) -> tuple[TreeCrossAttention, TreeCrossAttention]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", SETTINGS)
-def test_growing_on_a_gpu_equals_the_cpu(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("registers", [True, False])
+@pytest.mark.parametrize("options", WAYS)
+def test_growing_on_a_gpu_equals_the_cpu(
+    options: dict[str, Any], registers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retreever.ops.aggregate.pairs_triton.ENABLED", registers)
     fused, plain = cuda_module(**options)
     with torch.inference_mode():
         story = Story(plain, 2, 5)
@@ -327,11 +378,33 @@ def test_growing_on_a_gpu_equals_the_cpu(options: dict[str, Any]) -> None:
             story.tree = plain.append(story.tree, new)
             tree = fused.append(tree, new.cuda(), in_place=start % 2 == 0)
         tree, story.tree = fused.evict(tree, 7), plain.evict(story.tree, 7)
+        new = story.draw(1)
+        tree, story.tree = fused.replace(tree, 20, new.cuda()), plain.replace(story.tree, 20, new)
         assert_same(tree.to("cpu"), story.tree, 1e-4)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", WAYS)
+def test_growing_in_half_precision_errs_no_more_than_plain_torch(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Against float64, with the same weights and tokens."""
+    fused, plain = (module_of(impl, 64, **options).to("cuda", dtype) for impl in ("auto", "reference"))
+    exact = module_of("reference", 64, **options).to("cuda", dtype).double()
+    tokens = torch.randn(1, 40, 64, device="cuda", dtype=dtype)
+    with torch.inference_mode():
+        ours, theirs = (module.build(tokens[:, :5], capacity=64) for module in (fused, plain))
+        for place in range(5, 40):
+            ours = fused.append(ours, tokens[:, place : place + 1], in_place=True)
+            theirs = plain.append(theirs, tokens[:, place : place + 1], in_place=True)
+        wanted = exact.build(tokens.double(), capacity=64)
+    for name in ("keys", "values"):
+        true = getattr(wanted, name)[wanted.mask]
+        errors = [(getattr(tree, name)[wanted.mask].double() - true).abs().max() for tree in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(dtype).eps * true.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", WAYS)
 def test_an_append_is_captured_in_a_cuda_graph(options: dict[str, Any]) -> None:
     """Every replay appends another token, at the place where the tree is then."""
     fused, _ = cuda_module(**options)

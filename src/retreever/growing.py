@@ -16,10 +16,12 @@ from retreever.arguments import check_int, reject
 from retreever.attention_build import TreeModule, build_means, build_tree, key_values
 from retreever.checks import check_tensor
 from retreever.growing_inputs import check_change, check_some_left, find_slots
+from retreever.nn.plain import plain_projection
 from retreever.ops.aggregate.api import climb_means as climb_means_by_kernel
-from retreever.ops.aggregate.api import climbs_means
+from retreever.ops.aggregate.api import climbs_means, renew, renews
 from retreever.ops.backend import choose
 from retreever.ops.search.api import counted_keys
+from retreever.tree.aggregate import plain_weights
 from retreever.tree.grow import batch_of, climb, enlarged, levels_above, recount, write
 from retreever.tree.grow_means import climb_means
 from retreever.tree.order import in_order
@@ -53,16 +55,17 @@ def append_tokens(
     tree = _with_room(module, tree, tree.longest + n if window is None else window, in_place)
     assert tree.length is not None
     added: int | Tensor = n
-    if mask is None:
-        real = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
-    else:  # real tokens first: the slots behind them stay empty
+    real = None
+    if mask is not None:  # real tokens first: the slots behind them stay empty
         added = mask.sum(dim=1)
         real = torch.arange(n, device=mask.device) < added[:, None]
         tokens = in_order(tokens, (~mask).to(torch.int8).argsort(dim=1, stable=True))
         tokens = tokens.masked_fill(~real[..., None], 0)  # padding may hold NaN
-    slots = tree.length[:, None] + torch.arange(n, device=tokens.device)
-    if window is not None:
-        slots, real, tokens = _ascending(slots[:, -window:] % window, real[:, -window:], tokens[:, -window:])
+    slots = tree.length[:, None]
+    if n > 1:
+        slots = slots + torch.arange(n, device=tokens.device)
+    if window is not None:  # and no mask
+        slots, real, tokens = _ascending(slots[:, -window:] % window, None, tokens[:, -window:])
     if slots.is_cuda:  # a captured append can be replayed more often than there is room
         slots = slots.clamp_max(tree.plan.n - 1)
     refresh(module, tree, slots, real, tokens, run=window is None)
@@ -82,25 +85,27 @@ def change_tokens(module: TreeModule, tree: Tree, index: int | Tensor, tokens: T
     if tokens is None:
         check_some_left(tree, slots)
     tree = tree if in_place else tree.clone()
-    real = torch.full_like(slots, tokens is not None, dtype=torch.bool)
+    real = None
     if tokens is None:
+        real = torch.zeros_like(slots, dtype=torch.bool)
         tokens = tree.keys.new_zeros(*slots.shape, module.block.kdim)
     refresh(module, tree, *_ascending(slots, real, tokens), run=False)
     return tree
 
 
-def refresh(
-    module: TreeModule, tree: Tree, slots: Slots, real: Bool[Tensor, "b m"], tokens: Tokens | None, run: bool
-) -> None:
+def refresh(module: TreeModule, tree: Tree, slots: Slots, real: Real, tokens: Tokens | None, run: bool) -> None:
     """Put `tokens` on ascending leaf slots and compute all nodes above them again, in the memory of `tree`.
 
-    Without tokens the leaves stay as they are. `run`: the slots follow one another. Padding holds zeros.
+    Without tokens the leaves stay as they are. Without `real` all are. `run`: the slots follow one another. Padding
+    holds zeros.
     """
     if module.aggregator is None:
         _refresh_means(module, tree, slots, real, tokens, run)
         return
+    if tokens is not None and slots.shape[1] == 1 and _renewed(module, tree, slots, real, tokens):
+        return
     levels, rows = levels_above(tree.plan, slots, run)
-    recount(tree, levels, rows, real)
+    recount(tree, levels, rows, slots.shape[1], real)
     batch = batch_of(rows)
     assert tree.nodes is not None
     if tokens is not None:
@@ -111,20 +116,35 @@ def refresh(
     _write_logs(tree, rows)
 
 
-def _refresh_means(
-    module: TreeModule, tree: Tree, slots: Slots, real: Bool[Tensor, "b m"], tokens: Tokens | None, run: bool
-) -> None:
+def _renewed(module: TreeModule, tree: Tree, slots: Slots, real: Real, tokens: Tokens) -> bool:
+    """`refresh` of one leaf in every row by two launches, where there are kernels for it; False where there are not."""
+    assert tree.nodes is not None and tree.count is not None and tree.mask is not None and module.aggregator is not None
+    if any(choose(operator, module.impl, tree.nodes) != "triton" for operator in ("climb", "aggregate")):
+        return False
+    layer, projection = plain_weights(module.aggregator), plain_projection(module.block)
+    if layer is None or projection is None:
+        return False
+    pair, logs = (tree.keys, tree.values), (tree.log_count, tree.counted)
+    if not renews(tree.plan, tree.nodes, pair, (tree.count, tree.mask, *logs), (layer, projection)):
+        return False
+    weights = (layer, projection)
+    renew(tree.nodes, pair, tree.count, tree.mask, logs, slots, real, tokens, tree.plan, weights)
+    return True
+
+
+def _refresh_means(module: TreeModule, tree: Tree, slots: Slots, real: Real, tokens: Tokens | None, run: bool) -> None:
     """`refresh` of a tree of means."""
     pair = None if tokens is None else key_values(module, tokens)
     assert tree.count is not None and tree.mask is not None
-    if pair is not None and climbs_means(choose("climb", module.impl, tree.keys), tree.keys, slots.shape[1]):
+    nodes, logs = (tree.keys, tree.values), (tree.log_count, tree.counted)
+    backend = choose("climb", module.impl, tree.keys)
+    if pair is not None and climbs_means(backend, nodes, (tree.count, tree.mask, *logs), slots.shape[1]):
         leaves = (pair[0][:, 0], pair[1][:, 0])
-        logs = (tree.log_count, tree.counted)
-        nodes = (tree.keys, tree.values)
-        climb_means_by_kernel(nodes, tree.count, tree.mask, logs, slots[:, 0], real[:, 0], leaves, tree.plan)
+        own = None if real is None else real[:, 0]
+        climb_means_by_kernel(backend, nodes, tree.count, tree.mask, logs, slots[:, 0], own, leaves, tree.plan)
         return
     levels, rows = levels_above(tree.plan, slots, run)
-    recount(tree, levels, rows, real)
+    recount(tree, levels, rows, slots.shape[1], real)
     batch, width = batch_of(rows), slots.shape[1]
     for part, new in zip((tree.keys, tree.values), pair or (), strict=False):
         write(part, batch, rows[:, :width], new)
@@ -205,9 +225,9 @@ def _tokens_of(tree: Tree) -> tuple[list[Tensor], Bool[Tensor, "b n"]]:
     return [part[:, :n] for part in leaves], real[:, :n]
 
 
-def _ascending(slots: Slots, real: Bool[Tensor, "b m"], tokens: Tokens) -> tuple[Slots, Bool[Tensor, "b m"], Tokens]:
+def _ascending(slots: Slots, real: Real, tokens: Tokens) -> tuple[Slots, Real, Tokens]:
     """All three with the slots of every row ascending."""
     if slots.shape[1] == 1:
         return slots, real, tokens
     slots, order = slots.sort(dim=1)
-    return slots, real.gather(1, order), in_order(tokens, order)
+    return slots, None if real is None else real.gather(1, order), in_order(tokens, order)

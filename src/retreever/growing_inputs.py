@@ -69,7 +69,7 @@ def find_slots(tree: Tree, index: int | Tensor, count: int | None) -> Slots:
     """Leaf slots (b, m) of an index, which must be those of tokens; on CUDA their values are not checked."""
     device, b = tree.keys.device, len(tree)
     if isinstance(index, int):
-        index = torch.tensor([index], device=device)
+        index = torch.full((1,), index, device=device)  # filled there: a copy would wait for the device
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.dim() not in (1, 2):
         reject("index", "an int, or int64 numbers (m) or (b, m)", index if isinstance(index, int) else type(index))
     slots = index.expand(b, -1) if index.dim() == 1 else index

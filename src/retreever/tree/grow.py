@@ -8,7 +8,6 @@ tokens that are left, on the same slots.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from retreever.ops.aggregate.api import climb as climb_by_kernel
 from retreever.ops.aggregate.api import climbs
+from retreever.ops.aggregate.steps import steps_of
 from retreever.ops.backend import Impl, choose
 from retreever.ops.gradients import needs_gradient
 from retreever.tree.aggregate import plain_weights
@@ -67,7 +67,7 @@ def levels_above(plan: TreePlan, slots: Int[Tensor, "b w"], run: bool) -> tuple[
 
     `slots` ascend in every row; where `run` says that they follow one another, parents hardly repeat.
     """
-    powers, offsets = _steps(plan, slots.device)
+    powers, offsets = steps_of(plan, slots.device)
     if slots.shape[1] == 1:  # all levels at once
         places = slots // powers
         rows = places + offsets
@@ -89,30 +89,23 @@ def levels_above(plan: TreePlan, slots: Int[Tensor, "b w"], run: bool) -> tuple[
     return levels, torch.cat(all_rows, dim=1)
 
 
-@lru_cache(maxsize=64)
-def _steps(plan: TreePlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Slots under a node and first row of every level, from the leaves up, on the device."""
-    with torch.inference_mode(False):
-        powers = [plan.branch**height for height in range(plan.depth + 1)]
-        return torch.tensor(powers, device=device), torch.tensor(plan.offsets[:0:-1], device=device)
-
-
 def batch_of(rows: Rows) -> Int[Tensor, "b 1"]:
     """Number of every row of the batch, to index (b, t, ...) by with `rows`."""
     return torch.arange(rows.shape[0], device=rows.device)[:, None]
 
 
-def recount(tree: Tree, levels: list[Level], rows: Rows, real: Bool[Tensor, "b w"]) -> None:
-    """Write the numbers of real tokens, and the mask, of changed leaves and of all nodes above them."""
+def recount(tree: Tree, levels: list[Level], rows: Rows, width: int, real: Bool[Tensor, "b w"] | None) -> None:
+    """Write the numbers of real tokens, and the mask, of `width` changed leaves and of all nodes above them."""
     count, mask = tree.count, tree.mask
     assert count is not None and mask is not None
-    batch, width = batch_of(rows), real.shape[1]
+    batch = batch_of(rows)
     leaves = rows[:, :width]
+    now = torch.ones_like(leaves, dtype=torch.int32) if real is None else real.to(torch.int32)
     if width == 1:
-        added = real.to(torch.int32) - count[batch, leaves]
+        added = now - count[batch, leaves]
         count.index_put_((batch, rows), count[batch, rows] + added)
     else:
-        count.index_put_((batch, leaves), real.to(torch.int32))
+        count.index_put_((batch, leaves), now)
         for parents, first in levels:
             below = count[batch[..., None], family(first, tree.plan.branch)]
             count.index_put_((batch, parents), below.sum(dim=2, dtype=torch.int32))

@@ -128,18 +128,34 @@ def test_what_the_kernel_cannot_do_is_left_to_plain_torch() -> None:
 
 
 @pytest.mark.skipif(not interpreting(), reason="kernels are compiled anyway")
-def test_the_kernel_of_one_way_up_compiles_without_a_gpu() -> None:
+def test_the_kernels_of_one_way_up_compile_without_a_gpu() -> None:
     command = [sys.executable, "-m", "pytest", __file__, "-p", "no:cacheprovider", "-k", "for_hopper"]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.skipif(interpreting(), reason="the interpreter does not compile")
-def test_the_kernel_of_one_way_up_compiles_for_hopper(ahead_of_time: Any) -> None:
-    path_triton = pytest.importorskip("retreever.ops.aggregate.path_triton")
-    ahead_of_time.record(path_triton._climb, "kernel")
-    weights, plan = plain_weights(an_aggregator(64, 4, "pre")), TreePlan(16)
-    nodes, mask = torch.zeros(1, plan.nodes, 64), torch.ones(1, plan.nodes, dtype=torch.bool)
-    path_triton.climb_triton(nodes, mask, torch.zeros(1, 1, dtype=torch.int64), plan, weights)
-    (launch,) = ahead_of_time.launches
-    assert ahead_of_time.compile(launch) > 0
+@pytest.mark.parametrize("aggregator", ["transformer", "mean"])
+def test_the_kernels_of_one_way_up_compile_for_hopper(aggregator: Any, ahead_of_time: Any) -> None:
+    path, pairs, means, project = (
+        pytest.importorskip(f"retreever.ops.aggregate.{name}_triton") for name in ("path", "pairs", "means", "project")
+    )
+    for launcher in (path._climb, pairs._climb, means._climb, project._project_way):
+        ahead_of_time.record(launcher, "kernel")
+    module, plan = TreeCrossAttention(64, 4, aggregator=aggregator).eval(), TreePlan(16)
+    mask, count = torch.ones(1, plan.nodes, dtype=torch.bool), torch.ones(1, plan.nodes, dtype=torch.int32)
+    slots, real = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    nodes, tokens = torch.zeros(1, plan.nodes, 64), torch.zeros(1, 1, 64)
+    keys, logs = nodes.view(1, -1, 4, 16), (torch.zeros(1, plan.nodes), torch.zeros(1, plan.nodes, 4, 17))
+    if module.aggregator is None:
+        leaf = keys[:, 0]
+        means.climb_means_triton((keys, keys), count, mask, logs, slots[:, 0], real[:, 0], (leaf, leaf), plan)
+    else:
+        weights, projection = plain_weights(module.aggregator), plain_projection(module.block)
+        assert pairs.fits(plan, weights)
+        path.climb_triton(nodes, mask, slots, plan, weights)
+        path.climb_triton(nodes, mask, slots, plan, weights, count, tokens, real)
+        pairs.climb_pairs_triton(nodes, mask, slots, plan, weights, count, tokens, None)
+        project.project_way_triton(nodes, (keys, keys), count, logs, slots, plan, projection)
+    assert all(ahead_of_time.compile(launch) > 0 for launch in ahead_of_time.launches)
+    assert len(ahead_of_time.launches) == (1 if module.aggregator is None else 4)

@@ -67,28 +67,95 @@ def climb(
         climb_triton(nodes, mask, slots, plan, weights)
 
 
-def climbs_means(backend: Impl, keys: Float[Tensor, "b t h e"], slots: int) -> bool:
-    """Whether a backend has a kernel for the means above `slots` leaf slots of every row."""
-    return backend == "numba" and slots == 1 and _infers()
+def renews(
+    plan: TreePlan,
+    nodes: Float[Tensor, "b t d"],
+    pair: tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]],
+    rows: tuple[Tensor | None, ...],
+    weights: tuple[LayerWeights, ProjectionWeights],
+) -> bool:
+    """Whether `renew` can run: where the kernels of a way and of keys and values can, and nodes lie densely.
+
+    `rows` are the other tensors of the tree: counts, mask, log counts and counted keys.
+    """
+    layer, projection = weights
+    able = climbs("triton", plan, layer, nodes, 1) and projects(nodes, projection)
+    wide = pair[0].shape[2] * pair[0].shape[3] >= NARROWEST_HEAD
+    return able and wide and _lie_dense(pair, rows)
+
+
+def renew(
+    nodes: Float[Tensor, "b t d"],
+    pair: tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]],
+    count: Int[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    logs: tuple[Tensor | None, Tensor | None],
+    slots: Int[Tensor, "b 1"],
+    real: Bool[Tensor, "b 1"] | None,
+    tokens: Float[Tensor, "b 1 d"],
+    plan: TreePlan,
+    weights: tuple[LayerWeights, ProjectionWeights],
+) -> None:
+    """Put a token on one leaf of every row and write that leaf and all nodes above it in place; see `renews`.
+
+    Embeddings, counts, masks, keys and values (`pair`), and log counts and counted keys (`logs`) of trees that have
+    them, by two launches. Without `real` all tokens are.
+    """
+    from retreever.ops.aggregate import pairs_triton
+    from retreever.ops.aggregate.path_triton import climb_triton
+    from retreever.ops.aggregate.project_triton import project_way_triton
+
+    layer, projection = weights
+    in_registers = pairs_triton.ENABLED and pairs_triton.fits(plan, layer)
+    climb_way = pairs_triton.climb_pairs_triton if in_registers else climb_triton
+    climb_way(nodes, mask, slots, plan, layer, count, tokens.contiguous(), real)
+    project_way_triton(nodes, pair, count, logs, slots, plan, projection)
+
+
+def climbs_means(
+    backend: Impl,
+    pair: tuple[Float[Tensor, "b t h e"], Float[Tensor, "b t h e"]],
+    rows: tuple[Tensor | None, ...],
+    slots: int,
+) -> bool:
+    """Whether a backend has a kernel for the means above `slots` leaf slots of every row; `rows` as in `renews`."""
+    if slots != 1 or not _infers():
+        return False
+    return backend == "numba" or (backend == "triton" and _lie_dense(pair, rows))
 
 
 def climb_means(
+    backend: Impl,
     nodes: tuple[Tensor, Tensor],
     count: Int[Tensor, "b t"],
     mask: Bool[Tensor, "b t"],
     logs: tuple[Tensor | None, Tensor | None],
     slots: Int[Tensor, " b"],
-    real: Bool[Tensor, " b"],
+    real: Bool[Tensor, " b"] | None,
     leaves: tuple[Float[Tensor, "b h e"], Float[Tensor, "b h e"]],
     plan: TreePlan,
 ) -> None:
     """Write keys and values (`nodes`) of one leaf of every row and of all above it, in place, with counts and masks.
 
-    `logs` are log counts and counted keys, of trees that have them. `climbs_means` must be True.
+    `logs` are log counts and counted keys, of trees that have them. Without `real` all tokens are. `climbs_means` must
+    be True.
     """
-    from retreever.ops.aggregate.means_numba import climb_means_numba
+    if backend == "numba":
+        from retreever.ops.aggregate.means_numba import climb_means_numba
 
-    climb_means_numba(nodes, count, mask, logs, slots, real, leaves, plan)
+        real = torch.ones_like(slots, dtype=torch.bool) if real is None else real
+        climb_means_numba(nodes, count, mask, logs, slots, real, leaves, plan)
+    else:
+        from retreever.ops.aggregate.means_triton import climb_means_triton
+
+        climb_means_triton(nodes, count, mask, logs, slots, real, leaves, plan)
+
+
+def _lie_dense(pair: tuple[Tensor, Tensor], rows: tuple[Tensor | None, ...]) -> bool:
+    """Whether the numbers of a key, and of a value, lie side by side, and `rows` as a whole."""
+    width = pair[0].shape[3]
+    heads = all(part.stride()[2:] == (width, 1) for part in pair)
+    return heads and all(part is None or part.is_contiguous() for part in rows)
 
 
 def projects(tokens: Float[Tensor, "b t d"], weights: ProjectionWeights) -> bool:
