@@ -3,6 +3,7 @@
 What tests cache and where they look for data is not the user's.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: garbage is looked for among what tests make alone."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,12 +30,10 @@ def own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """As many threads, each of which gets rows however few there are."""
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests take many small steps, which torch's threads only slow down; those of threads ask for more."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    monkeypatch.setattr("retreever.ops.search.threads_numba.FEWEST", 1)
-    monkeypatch.setattr("retreever.ops.search.threads_numba.PASSIVE", True)
-    yield request.param
+    torch.set_num_threads(1)
+    yield
     torch.set_num_threads(before)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,14 +20,6 @@ MASKS = {
     "holes": torch.rand(4, TOKENS, generator=torch.Generator().manual_seed(4)) < 0.5,
 }
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:

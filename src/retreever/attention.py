@@ -24,7 +24,7 @@ from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention_build import TOKEN_ORDERS, TokenOrder, build_tree, key_values, makers, stamped
 from retreever.attention_growing import GrowingAttention
 from retreever.attention_inputs import check_budget, check_context, check_search, shard_error
-from retreever.attention_search import Decisions, Found, read_tree, result_of, search_tree
+from retreever.attention_search import Decisions, read_tree, result_of, search_tree, unsearched
 from retreever.batch import without_padding
 from retreever.cross_attention import Context, CrossAttention, Mask, Query, readout
 from retreever.fidelity import Fidelity, measure
@@ -33,7 +33,6 @@ from retreever.growing_inputs import check_plain
 from retreever.nn.blocks import Residual
 from retreever.nn.multihead import block_arguments, copy_multihead, multihead_arguments
 from retreever.ops.backend import Impl
-from retreever.ops.search.api import TreeAttention
 from retreever.results import RETRIEVALS, Retrieval, TreeCrossAttentionResult
 from retreever.sharded.build import build_for
 from retreever.sharded.tree import ShardedTree
@@ -228,23 +227,21 @@ class TreeCrossAttention(GrowingAttention):
             check_budget(budget)
         if tree.stamp is not None and stamped():
             tree.stamp.check(self, lambda: makers(self))
-        block = self.block
-        normed, q = block.start(query)
+        normed, q = self.block.start(query)
         q = q.to(tree.keys.dtype)  # under autocast the tree may have another dtype
         if self.retrieval == "full" and not leaves:
-            nothing = q.new_zeros(q.shape[:2])
-            none = Found(TreeAttention(read_tree(self, q, tree), nothing.to(torch.int64), nothing, nothing))
-            return result_of(block.finish(query, normed, none.first.output), none, tree, "full")
+            read = unsearched(self, q, tree)
+            return result_of(self.block.finish(query, normed, read.first.output), read, tree, "full")
         decisions = Decisions(noise, choices, generator, self.training if sample is None else sample)
         found = search_tree(self, q, tree, decisions, self.budget if budget is None else budget)
         if not leaves:
-            return result_of(block.finish(query, normed, found.first.output), found, tree, "policy")
+            return result_of(self.block.finish(query, normed, found.first.output), found, tree, "policy")
         # One pass of the feed-forward for both outputs: they share all layers after the attention.
         m = query.shape[1]
         first = slice(m if leaves is True else leaves)
         attended = torch.cat([found.first.output, read_tree(self, q[:, first], tree)], dim=1)
         queries, norms = (torch.cat([part, part[:, first]], dim=1) for part in (query, normed))
-        both = block.finish(queries, norms, attended)
+        both = self.block.finish(queries, norms, attended)
         return result_of(both[:, :m], found, tree, "policy", both[:, m:])
 
     def fidelity(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ from retreever.tree.stamp import Sources, Stamp
 from retreever.tree.value import Tree
 
 TokenOrder = Literal["given", "keys"]
-TOKEN_ORDERS: tuple[TokenOrder, ...] = ("given", "keys")
+TOKEN_ORDERS: tuple[TokenOrder, ...] = get_args(TokenOrder)
 Mask = Bool[Tensor, "b n"] | None
 
 

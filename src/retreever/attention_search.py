@@ -65,6 +65,12 @@ def read_tree(module: TreeModule, q: Heads, tree: Tree | ShardedTree) -> Heads:
     return merge_parts([read_all(SearchInputs(q, t.keys, t.values, t.plan, t.mask)) for t in trees]).output
 
 
+def unsearched(module: TreeModule, q: Heads, tree: Tree | ShardedTree) -> Found:
+    """All leaves, by no decision."""
+    nothing = q.new_zeros(q.shape[:2])
+    return Found(TreeAttention(read_tree(module, q, tree), nothing.to(torch.int64), nothing, nothing))
+
+
 def result_of(
     output: Output, found: Found, tree: Tree | ShardedTree, retrieval: Retrieval, leaves: Output | None = None
 ) -> TreeCrossAttentionResult:

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import dropwhile, takewhile
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes
-from tyro.conf import subcommand as named
 
 from retreever.errors import ConfigError, RetreeverError, one_line
 from retreever.lab.bench.options import (
@@ -41,6 +40,7 @@ from retreever.lab.bench.options_models import (
     RivalsBench,
     SeriesBench,
 )
+from retreever.lab.commands import group, one_of
 from retreever.lab.data import Data
 from retreever.lab.experiments.options import Collect, Experiment, Figure, Results, Table
 from retreever.lab.export import Export
@@ -49,6 +49,14 @@ from retreever.lab.pretrained.options import Evaluate, Pretrained
 from retreever.lab.recipes.options import train_commands
 
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
+BENCHES = (
+    AttentionBench, BanditBench, BudgetsBench, BuildBench, EncodeBench, GrowBench, ExportBench, JobsBench, MemoryBench,
+    ModelsBench, OptimiseBench, RivalsBench, ScaleBench, SeriesBench, ShardedBench, TrainBench,
+)  # fmt: skip
+Bench = group(
+    "Measure speed, memory and scores on this machine; each leaves a table, JSON and a figure.",
+    one_of({bench.name: bench for bench in BENCHES}),
+)
 
 
 @dataclass(frozen=True)
@@ -78,34 +86,6 @@ class Demo:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Measure speed, memory and scores on this machine; each leaves a table, JSON and a figure."""
-
-    what: (
-        Annotated[AttentionBench, named("attention", prefix_name=False)]
-        | Annotated[BanditBench, named("bandit", prefix_name=False)]
-        | Annotated[BudgetsBench, named("budgets", prefix_name=False)]
-        | Annotated[BuildBench, named("build", prefix_name=False)]
-        | Annotated[EncodeBench, named("encode", prefix_name=False)]
-        | Annotated[GrowBench, named("grow", prefix_name=False)]
-        | Annotated[ExportBench, named("export", prefix_name=False)]
-        | Annotated[JobsBench, named("jobs", prefix_name=False)]
-        | Annotated[MemoryBench, named("memory", prefix_name=False)]
-        | Annotated[ModelsBench, named("models", prefix_name=False)]
-        | Annotated[OptimiseBench, named("optimise", prefix_name=False)]
-        | Annotated[RivalsBench, named("rivals", prefix_name=False)]
-        | Annotated[ScaleBench, named("scale", prefix_name=False)]
-        | Annotated[SeriesBench, named("series", prefix_name=False)]
-        | Annotated[ShardedBench, named("sharded", prefix_name=False)]
-        | Annotated[TrainBench, named("train", prefix_name=False)]
-    )
-
-    def run(self) -> None:
-        """Run the benchmark."""
-        self.what.run()
-
-
-@dataclass(frozen=True)
 class Doctor:
     """Print versions and devices, and check every backend against the reference."""
 
@@ -114,17 +94,6 @@ class Doctor:
         from retreever.lab.doctor import run_doctor
 
         return run_doctor()
-
-
-def train_command(words: list[str]) -> Any:
-    """The command `retreever train`, with the defaults for the preset in `words`."""
-
-    def run(self: Any) -> None:
-        self.what.run()
-
-    about = "Train models; every run has a folder with settings, metrics, checkpoints and result, and can be resumed."
-    space = {"run": run, "__doc__": about}
-    return make_dataclass("Train", [("what", train_commands(words))], namespace=space, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -138,30 +107,36 @@ class Version:
         print(__version__)
 
 
+def commands_for(words: list[str]) -> Any:
+    """All commands; `retreever train` with the defaults for the preset in `words`."""
+    about = "Train models; every run has a folder with settings, metrics, checkpoints and result, and can be resumed."
+    return one_of(
+        {
+            "demo": Demo,
+            "train": group(about, train_commands(words)),
+            "eval": Evaluate,
+            "pretrained": Pretrained,
+            "data": Data,
+            "export": Export,
+            "page": Page,
+            "experiment": Experiment,
+            "collect": Collect,
+            "table": Table,
+            "figure": Figure,
+            "results": Results,
+            "bench": Bench,
+            "doctor": Doctor,
+            "version": Version,
+        }
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `retreever` command; errors the library raises on purpose become one line."""
     words = sys.argv[1:] if arguments is None else arguments
-    train: Any = train_command(words)
-    commands = (
-        Annotated[Demo, named("demo")]
-        | Annotated[train, named("train")]
-        | Annotated[Evaluate, named("eval")]
-        | Annotated[Pretrained, named("pretrained")]
-        | Annotated[Data, named("data")]
-        | Annotated[Export, named("export")]
-        | Annotated[Page, named("page")]
-        | Annotated[Experiment, named("experiment")]
-        | Annotated[Collect, named("collect")]
-        | Annotated[Table, named("table")]
-        | Annotated[Figure, named("figure")]
-        | Annotated[Results, named("results")]
-        | Annotated[Bench, named("bench")]
-        | Annotated[Doctor, named("doctor")]
-        | Annotated[Version, named("version")]
-    )
     try:
         with _short_warnings():
-            return _run(commands, words)
+            return _run(commands_for(words), words)
     except RetreeverError as error:
         return _fail(str(error), error.status)
     except BrokenPipeError:  # the reader, say `head`, has closed the pipe; the remaining work is not done

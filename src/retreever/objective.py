@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -27,11 +27,11 @@ from retreever.detours import Detours, PerQuery, detour_credit
 from retreever.nn.heads import log_likelihood, squared_error
 
 Reward = Literal["log-likelihood", "squared-error", "cross-entropy", "accuracy"]
-REWARDS: tuple[Reward, ...] = ("log-likelihood", "squared-error", "cross-entropy", "accuracy")
+REWARDS: tuple[Reward, ...] = get_args(Reward)
 Baseline = Literal["none", "constant", "batch-mean", "full"]
-BASELINES: tuple[Baseline, ...] = ("none", "constant", "batch-mean", "full")
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 Gate = Literal["leaves", "open"]
-GATES: tuple[Gate, ...] = ("leaves", "open")
+GATES: tuple[Gate, ...] = get_args(Gate)
 RewardFunction = Callable[[Distribution, Tensor], Tensor]
 
 

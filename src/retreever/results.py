@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,7 +14,7 @@ from retreever.tree.plan import TreePlan
 from retreever.tree.selected import frontier_scored, leaf_nodes, nodes_scored, selected_nodes
 
 Retrieval = Literal["policy", "full"]
-RETRIEVALS: tuple[Retrieval, ...] = ("policy", "full")
+RETRIEVALS: tuple[Retrieval, ...] = get_args(Retrieval)
 
 
 @dataclass(frozen=True)

@@ -62,17 +62,8 @@ def tree_loss(
         mean: returns the mean of a tensor over all processes that train together.
     """
     _check(found, task, leaves, mask, config, chance)
-    if reward is None:
-        if full_reward is not None:
-            reject("reward", "the rewards of the search, as full_reward is given", None)
-        reward, full_reward = -task.detach(), -leaves.detach()
-    elif full_reward is None:
-        if config.baseline == "full" or detours is not None:
-            reject("full_reward", "rewards over all leaves, for the baseline 'full' and for detours", None)
-        full_reward = torch.zeros_like(reward)
-    rewards = {"reward": reward, "full_reward": full_reward}
-    for name, value in rewards.items():
-        _check_per_query(name, value, task)
+    needs_full = config.baseline == "full" or detours is not None
+    reward, full_reward = _rewards(task, leaves, reward, full_reward, needs_full)
     gate, weight = gates(config, task, leaves, mask, chance, mean)
     loss = three_term_loss(
         config,
@@ -80,8 +71,8 @@ def tree_loss(
         leaves=leaves,
         log_prob=found.log_prob,
         entropy=found.entropy / max(1, found.plan.depth),
-        reward=reward.detach().to(task.dtype),
-        full_reward=full_reward.detach().to(task.dtype),
+        reward=reward,
+        full_reward=full_reward,
         mask=mask,
         gate=gate,
         detours=None if detours is None else detours._replace(weight=detours.weight * weight),
@@ -132,6 +123,23 @@ def search_with_detours(
     choices: Int[Tensor, "b m depth"] = draw_detours(b, m, plan.depth, plan.branch, share, drawn, query.device)
     found = tca(query, tree, choices=choices, generator=generator, leaves=True)
     return found, find_detours(tca.block.start(query)[1], tree, found.path, choices, 1.0)
+
+
+def _rewards(
+    task: PerQuery, leaves: PerQuery, reward: PerQuery | None, full_reward: PerQuery | None, needs_full: bool
+) -> tuple[PerQuery, PerQuery]:
+    """The rewards that are given, or follow from the losses, without gradients."""
+    if reward is None:
+        if full_reward is not None:
+            reject("reward", "the rewards of the search, as full_reward is given", None)
+        reward, full_reward = -task.detach(), -leaves.detach()
+    _check_per_query("reward", reward, task)
+    if full_reward is None:
+        if needs_full:
+            reject("full_reward", "rewards over all leaves, for the baseline 'full' and for detours", None)
+        full_reward = torch.zeros_like(reward)
+    _check_per_query("full_reward", full_reward, task)
+    return reward.detach().to(task.dtype), full_reward.detach().to(task.dtype)
 
 
 def _check(

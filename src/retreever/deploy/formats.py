@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from retreever.errors import BackendError
 from retreever.ops.backend import KERNELS, without
 
 Format = Literal["onnx", "pt2", "aoti"]
-FORMATS: tuple[Format, ...] = ("onnx", "pt2", "aoti")
+FORMATS: tuple[Format, ...] = get_args(Format)
 ENDINGS: dict[Format, str] = {"onnx": ".onnx", "pt2": ".pt2", "aoti": ".aoti.pt2"}
 Axes = dict[int, str]  # axes of any length, by name
 

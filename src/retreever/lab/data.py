@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
-from tyro.conf import subcommand as named
 
 from retreever.arguments import reject
 from retreever.data.catalogue import DATASETS, Asked, Dataset, Name, data_root, files_of, name_of
 from retreever.errors import one_line
+from retreever.lab.commands import group, one_of
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,9 @@ class DataFetch(DataOptions):
         return max(report(name_of(name), self.root) for name in self.names)
 
 
-@dataclass(frozen=True)
-class Data:
-    """List, check and download the datasets."""
-
-    what: (
-        Annotated[DataList, named("list", prefix_name=False)]
-        | Annotated[DataCheck, named("check", prefix_name=False)]
-        | Annotated[DataFetch, named("fetch", prefix_name=False)]
-    )
-
-    def run(self) -> int | None:
-        """Run the subcommand."""
-        return self.what.run()
+Data = group(
+    "List, check and download the datasets.", one_of({"list": DataList, "check": DataCheck, "fetch": DataFetch})
+)
 
 
 def described(dataset: Dataset, folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from retreever.nn.heads import AnyHead, Head, make_head
 from retreever.ops.backend import IMPLS, Impl
 
 Inputs = Literal["points", "sequence", "tokens"]
-INPUTS: tuple[Inputs, ...] = ("points", "sequence", "tokens")
+INPUTS: tuple[Inputs, ...] = get_args(Inputs)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -15,41 +14,19 @@ from retreever.arguments import check_choice, reject
 from retreever.attention import TreeCrossAttention
 from retreever.attention_inputs import check_budget
 from retreever.batch import Batch
-from retreever.detours import Detours, PerQuery, draw_detours, find_detours
-from retreever.masses import mass_loss
-from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory, take_batch
+from retreever.models.base import Contexts, Mask, Model, Targets, Values, check_memory
 from retreever.models.config import embedding, encoder, head, read_out, resolve
 from retreever.models.retreever_config import ReTreeverConfig
+from retreever.models.retreever_loss import Draws, loss_with_leaves, make_draws
 from retreever.models.stream import encode_points, update_memory
 from retreever.models.transformer_ca import TransformerCA
-from retreever.objective import (
-    REWARDS,
-    Loss,
-    Reward,
-    RewardFunction,
-    masked_mean,
-    reward_of,
-)
+from retreever.objective import REWARDS, Loss, Reward, RewardFunction
 from retreever.results import Retrieval, TreeCrossAttentionResult
-from retreever.search_loss import Mean, tree_loss
+from retreever.search_loss import Mean
 from retreever.tree.aggregate import Aggregator
-from retreever.tree.build import plan_for
 from retreever.tree.order import in_order, leaf_order, permutation_of
 from retreever.tree.plan import TreePlan
 from retreever.tree.value import Tree
-
-
-class Draws(NamedTuple):
-    """Random draws that fix the paths of a training step: noise of decisions, choices of detours, a reading budget."""
-
-    noise: Float[Tensor, "b m depth"] | None = None
-    choices: Int[Tensor, "b m depth"] | None = None
-    budget: int | None = None
-
-    def rows(self, which: slice) -> Draws:
-        """The draws of some tasks of the batch."""
-        noise, choices = (None if part is None else part[which] for part in self[:2])
-        return Draws(noise, choices, self.budget)
 
 
 class ReTreever(Model):
@@ -194,18 +171,7 @@ class ReTreever(Model):
 
     def draws_for(self, batch: Batch, generator: torch.Generator) -> Draws:
         """Draws that fix the paths of `loss`, detours included, for the whole batch."""
-        b, m = batch.xt.shape[:2]
-        device = batch.xt.device
-        depth = plan_for(batch.xc.shape[1], self.config.branch, batch.context_mask is not None).depth
-        noise = torch.rand(b, m, depth, generator=generator, device=generator.device).to(device)
-        objective, budget = self.config.objective, None
-        if objective.budgets:
-            draw = torch.rand(2, generator=generator, device=generator.device).tolist()
-            budget = 1 + int(draw[1] * objective.budgets) if draw[0] < 0.5 else None
-        if not (objective.detours and objective.lambda_rl):  # detours only train the search
-            return Draws(noise, budget=budget)
-        choices = draw_detours(b, m, depth, self.config.branch, objective.detours, generator, device)
-        return Draws(noise, choices, budget)
+        return make_draws(self, batch, generator)
 
     @property
     def capturable(self) -> bool:
@@ -221,51 +187,7 @@ class ReTreever(Model):
                 are made.
             mean: returns the mean of a tensor over all processes that train together.
         """
-        batch = take_batch(self, batch)
-        memory = self._encode(batch.xc, batch.yc, batch.context_mask)
-        query = self.embed.query(batch.xt)
-        draws, objective = draws or Draws(), self.config.objective
-        taught = objective.lambda_mass and not objective.lambda_rl  # then paths need not be sampled
-        count = math.ceil(objective.share * query.shape[1])  # queries that read all leaves, too
-        found = self.attention(
-            query,
-            memory,
-            None if taught else draws.noise,
-            draws.choices,
-            budget=draws.budget,
-            leaves=count,
-            sample=False if taught else None,
-            check=False,
-        )
-        raw = self.head.net(torch.cat([found.output, found.leaves], dim=1))
-        dist, full = self.head.distribution(raw[:, : query.shape[1]]), self.head.distribution(raw[:, query.shape[1] :])
-        task = self.head.loss(dist, batch.yt)
-        if not self.training:  # in evaluation the loss is the task loss alone
-            return Loss.only_task(masked_mean(task, batch.target_mask))
-        first, truth = slice(count), batch.yt[:, :count]
-        mask = None if batch.target_mask is None else batch.target_mask[:, first]
-        loss = tree_loss(
-            replace(found, log_prob=found.log_prob[:, first], entropy=found.entropy[:, first]),
-            task[:, first],
-            self.head.loss(full, truth),
-            reward_of(self.reward, self.head.distribution(raw[:, first]), truth),
-            reward_of(self.reward, full, truth),
-            mask=mask,
-            config=objective,
-            chance=math.log(self.config.out) if self.config.head == "categorical" and self.config.out > 1 else None,
-            detours=self._detours(query[:, first], memory, found, draws.choices),
-            masses=self._masses(query[:, first], memory) if objective.lambda_mass else None,
-            mean=mean,
-        )
-        if count < query.shape[1]:  # the others have a task loss alone
-            rest = masked_mean(task, batch.target_mask) - masked_mean(task[:, first], mask)
-            loss = loss._replace(total=loss.total + rest, task=loss.task + rest.detach())
-        if memory.plan.depth > self.config.mean_levels:
-            return loss
-        # A low tree needs no aggregator, yet processes that train together wait for gradients of all weights.
-        learned = [part for part in (self.attention.aggregator, self.attention.correction) if part is not None]
-        unused = sum(weight.sum() for part in learned for weight in part.parameters())
-        return loss._replace(total=loss.total + 0 * unused)
+        return loss_with_leaves(self, batch, draws or Draws(), mean)
 
     def _encode(self, xc: Contexts, yc: Values, mask: Mask) -> Tree:
         order, c = None, self.config
@@ -278,19 +200,3 @@ class ReTreever(Model):
 
     def _answer(self, memory: Tree, xt: Targets) -> Distribution:
         return self.head(self.attention(self.embed.query(xt), memory, check=False).output)
-
-    def _heads(self, query: Float[Tensor, "b m d"]) -> Float[Tensor, "b m h e"]:
-        return self.attention.block.start(query)[1]
-
-    def _masses(self, query: Float[Tensor, "b m d"], memory: Tree) -> PerQuery:
-        """`mass_loss` of the levels that learn."""
-        return mass_loss(self._heads(query), memory, max(1, memory.plan.depth - self.config.mean_levels))
-
-    def _detours(
-        self, query: Tensor, memory: Tree, found: TreeCrossAttentionResult, choices: Tensor | None
-    ) -> Detours | None:
-        """Detours of the first queries, those in `query`."""
-        if choices is None:
-            return None
-        first = slice(query.shape[1])
-        return find_detours(self._heads(query), memory, found.path[:, first], choices[:, first], 1.0)

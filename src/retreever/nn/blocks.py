@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,9 @@ from retreever.ops.attention.api import attention
 from retreever.ops.backend import IMPLS, Impl
 
 Residual = Literal["pre", "normalised", "doubled", "none"]
-RESIDUALS: tuple[Residual, ...] = ("pre", "normalised", "doubled", "none")
+RESIDUALS: tuple[Residual, ...] = get_args(Residual)
 ContextNorm = Literal["none", "shared", "own"]
-CONTEXT_NORMS: tuple[ContextNorm, ...] = ("none", "shared", "own")
+CONTEXT_NORMS: tuple[ContextNorm, ...] = get_args(ContextNorm)
 
 
 class MLP(nn.Sequential):

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from time import perf_counter
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,7 +23,7 @@ from retreever.nn.local import LocalEncoder
 from retreever.ops.backend import Impl
 
 Encoder = Literal["identity", "transformer", "local", "linformer", "chordmixer"]
-ENCODERS: tuple[Encoder, ...] = ("identity", "transformer", "local", "linformer", "chordmixer")
+ENCODERS: tuple[Encoder, ...] = get_args(Encoder)
 Tokens = Float[Tensor, "b n d"]
 Mask = Bool[Tensor, "b n"] | None
 LONG, SAMPLE = 16_384, 2_048  # tokens from which a transformer is timed first, on a sample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from retreever.nn.blocks import MLP
 from retreever.nn.mixture import FunctionMixture, log_mean_exp
 
 Head = Literal["gaussian", "bounded", "floored", "categorical", "point"]
-HEADS: tuple[Head, ...] = ("gaussian", "bounded", "floored", "categorical", "point")
+HEADS: tuple[Head, ...] = get_args(Head)
 FLOORS: dict[Head, float] = {"bounded": 0.05, "floored": 0.1}  # smallest standard deviations
 
 

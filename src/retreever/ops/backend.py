@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from retreever.arguments import check_choice
 from retreever.errors import BackendError
 
 Impl = Literal["auto", "reference", "triton", "numba"]
-IMPLS: tuple[Impl, ...] = ("auto", "reference", "triton", "numba")
+IMPLS: tuple[Impl, ...] = get_args(Impl)
 Operator = Literal["search", "frontier", "attention", "aggregate", "climb"]
 KERNELS: dict[Operator, tuple[Impl, ...]] = {
     "search": ("triton", "numba"),

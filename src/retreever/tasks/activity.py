@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from retreever.tasks.seeds import stream
 
 Split = Literal["paper", "recording"]
 Part = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = ("paper", "recording")
+SPLITS: tuple[Split, ...] = get_args(Split)
 WINDOW, STRIDE = 50, 25
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -24,7 +24,7 @@ from retreever.tasks.padding import LAWS, Law, Room, Sizes, balanced_sizes, cont
 from retreever.tasks.seeds import stream
 
 Kernel = Literal["rbf", "matern", "periodic"]
-KERNELS: tuple[Kernel, ...] = ("rbf", "matern", "periodic")
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 Ranges = Literal["code", "paper"]
 NOISE = 0.02
 MOST_POINTS = 50

@@ -10,7 +10,7 @@ size, of the same law, drawn on the device, and as many targets as the other tas
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -21,7 +21,7 @@ from retreever.tasks.seeds import integer
 
 FEWEST = 3
 Law = Literal["each", "batch"]
-LAWS: tuple[Law, ...] = ("each", "batch")
+LAWS: tuple[Law, ...] = get_args(Law)
 
 
 class Room(NamedTuple):

@@ -25,7 +25,6 @@ ARMS, LARGE, SAFE, OTHER = 5, 50.0, 1.2, 1.0
 NOISE, NOISE_LARGE = 0.05, 0.01
 CONTEXT, TARGETS = 512, 50
 HIDDEN = 0.5  # share of the rewards in a training context that are replaced by noise
-DELTAS = (0.7, 0.9, 0.95, 0.99, 0.995)
 FIXED_BATCH = 8
 Points = Float[Tensor, "b n 2"]
 Rewards = Float[Tensor, "b n arms"]

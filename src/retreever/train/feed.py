@@ -15,7 +15,6 @@ from retreever.nn.heads import log_likelihood
 from retreever.train.protocols import Task
 
 Metric = Callable[[Distribution, Batch], Tensor]
-PARTS = ("xc", "yc", "xt", "yt")
 
 
 class Feed:

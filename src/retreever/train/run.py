@@ -14,11 +14,13 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retreever.errors import CheckpointError, ConfigError
 from retreever.files import os_errors, read_bytes, write_text
-from retreever.train.protocols import Record
+
+if TYPE_CHECKING:  # torch is not needed to look at a run
+    from retreever.train.protocols import Record
 
 try:
     import fcntl

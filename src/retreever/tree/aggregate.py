@@ -7,7 +7,7 @@ gets exactly 0. Any module with this signature can be used.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -20,7 +20,7 @@ from retreever.ops.aggregate.weights import LayerWeights
 from retreever.ops.backend import Impl
 
 Aggregator = Literal["transformer", "mean"]
-AGGREGATORS: tuple[Aggregator, ...] = ("transformer", "mean")
+AGGREGATORS: tuple[Aggregator, ...] = get_args(Aggregator)
 Children = Float[Tensor, "g k d"]
 ChildMask = Bool[Tensor, "g k"] | None
 

@@ -13,7 +13,6 @@ from retreever.ops.backend import Impl, choose
 from retreever.tree.aggregate import MeanAggregator, plain_weights
 from retreever.tree.order import in_order, leaf_layout
 from retreever.tree.plan import TreePlan, packed_plan
-from retreever.tree.value import Tree as Tree
 
 CACHED_ROWS, MOST_PLANS = 2048, 1024
 _MEAN = MeanAggregator()

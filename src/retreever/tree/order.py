@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from retreever.checks import check_finite, check_mask, check_same, check_tensor
 from retreever.tree.plan import TreePlan, tree_depth
 
 Order = Literal["given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection"]
-ORDERS: tuple[Order, ...] = ("given", "axis", "kd", "kd-widest", "ball", "principal", "random", "projection")
+ORDERS: tuple[Order, ...] = get_args(Order)
 POWER_ITERATIONS = 4
 Coordinates = Float[Tensor, "b n dx"]
 Permutation = Int[Tensor, "b n"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from retreever import ConfigError, InputError
-from retreever.cli import main, parse, train_command
+from retreever.cli import commands_for, main, parse
 from retreever.lab.recipes.defaults import DEFAULTS, MODELS, PUBLISHED, QUICK
 from retreever.lab.recipes.models import NEURAL_PROCESSES, SERIES
 from retreever.lab.recipes.options import asked
@@ -63,8 +63,8 @@ def test_a_length_given_beside_quick_is_kept() -> None:
 
 
 def parsed(*words: str) -> Recipe:
-    command: Any = train_command(list(words))
-    (recipe,) = parse(command, list(words)).what.recipes()
+    command = ["train", *words]
+    (recipe,) = parse(commands_for(command), command).what.recipes()
     return recipe
 
 

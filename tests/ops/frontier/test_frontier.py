@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -91,15 +90,6 @@ def coverage(plan: TreePlan, rows: Tensor) -> Tensor:
 
 def close(got: Tensor, want: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference takes many small steps, which torch's threads only slow down."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------ what is read

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,15 +36,6 @@ no_device = [] if INTERPRETING else [pytest.mark.gpu]
 numba = pytest.param("numba", marks=pytest.mark.skipif(not NUMBA, reason="numba is not installed"))
 triton = pytest.param("triton", marks=[pytest.mark.skipif(not TRITON, reason="triton is not installed"), *no_device])
 each_backend = pytest.mark.parametrize("impl", ["reference", numba, triton])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Many small steps, which torch's threads only slow down; tests of threads ask for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ------------------------------------------------------------------------------------------------ cases and inputs

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +42,6 @@ def numba_search(*inputs: Any) -> tuple[Tensor, ...]:
 
 def plain_search(*inputs: Any) -> tuple[Tensor, ...]:
     return search_reference(SearchInputs(*inputs))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference takes many small steps, which torch's threads only slow down; tests of threads ask for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from retreever.lab.bench.options import BenchOptions
 from retreever.lab.recipes.models import POINT_MODELS, SERIES
 
 Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
-SHIPPED: tuple[Shipped, ...] = ("gp", "emnist", "activity", "copy-256", "copy-1024")
+SHIPPED: tuple[Shipped, ...] = get_args(Shipped)
 Jobs = Literal["fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo"]
-JOBS: tuple[Jobs, ...] = ("fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo")
+JOBS: tuple[Jobs, ...] = get_args(Jobs)
 
 
 @dataclass(frozen=True)

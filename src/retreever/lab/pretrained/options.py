@@ -5,12 +5,12 @@ from __future__ import annotations
 import json as json_text
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from tyro.conf import Positional
-from tyro.conf import subcommand as named
 
 from retreever.arguments import reject
+from retreever.lab.commands import group, one_of
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,7 @@ class PretrainedPage:
         print(f"written: {write_page(self.weights, self.out)}")
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """List the weights in the package, or export weights from runs."""
-
-    what: (
-        Annotated[PretrainedList, named("list", prefix_name=False)]
-        | Annotated[PretrainedExport, named("export", prefix_name=False)]
-        | Annotated[PretrainedPage, named("page", prefix_name=False)]
-    )
-
-    def run(self) -> None:
-        """Run the subcommand."""
-        self.what.run()
+Pretrained = group(
+    "List the weights in the package, or export weights from runs.",
+    one_of({"list": PretrainedList, "export": PretrainedExport, "page": PretrainedPage}),
+)

@@ -6,7 +6,7 @@ In files and on the command line a recipe is flat: every setting has its own nam
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from retreever.arguments import check_bool, check_choice, reject
 from retreever.errors import ConfigError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch is imported only when a model is made
 FORMAT = 2  # of config.json; version 0.1 wrote no number
 LATER: dict[str, Any] = {"budget": None, "state": 0, "solver": "fixed", "crop": 0}  # not in older runs of this format
 Preset = Literal["default", "paper"]
-PRESETS: tuple[Preset, ...] = ("default", "paper")
+PRESETS: tuple[Preset, ...] = get_args(Preset)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -24,7 +24,7 @@ from retreever.nn.blocks import MLP
 from retreever.objective import Loss
 
 Solver = Literal["fixed", "adaptive"]
-SOLVERS: tuple[Solver, ...] = ("fixed", "adaptive")
+SOLVERS: tuple[Solver, ...] = get_args(Solver)
 
 
 @dataclass(frozen=True)

@@ -152,19 +152,6 @@ def total(_typing: Any, a: Any) -> Any:
 
 
 @intrinsic
-def highest(_typing: Any, a: Any) -> Any:
-    """The maximum over the lanes; none of them may be NaN."""
-
-    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> Any:
-        kind = values[0].type
-        return call_llvm(
-            builder, "llvm.vector.reduce.fmax", kind.element, [values[0]], suffix(kind), fastmath=("nnan",)
-        )
-
-    return a.dtype(a), codegen
-
-
-@intrinsic
 def splat(_typing: Any, x: Any, like: Any) -> Any:
     """The number `x` in every lane, as numbers of the type of `like`."""
     return Lanes(like)(like, like), lambda _context, builder, _signature, values: _spread(builder, values[0])

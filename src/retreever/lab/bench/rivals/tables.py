@@ -12,7 +12,6 @@ from retreever.lab.bench.rivals.attention import ALL, ALL_HALF, FLAT, HNSW_, IVF
 from retreever.lab.figures.style import PALETTE, STYLE, clean, legend_below, new_panels, save
 from retreever.lab.tables import Cell, Table, number, percent
 
-SMALLEST = 1e-6  # error that is drawn
 TICKS = (20, 50, 100, 200, 500)
 
 
