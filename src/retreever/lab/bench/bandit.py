@@ -58,7 +58,7 @@ def play(run: Run, options: BanditBench, model: Model) -> dict[float, Regret]:
         history = torch.cat([game.history[:, window] for game in games])
         dist = model.predict(x[:, window], history, x[:, step : step + 1])
         optimistic: Tensor = (dist.mean + dist.stddev)[:, 0].argmax(dim=1)
-        for game, arms in zip(games, optimistic.split(options.players), strict=True):
+        for game, arms in zip(games, optimistic.view(len(games), -1), strict=True):
             game.play(step, arms)
     return {delta: game.regret() for delta, game in zip(options.deltas, games, strict=True)}
 
