@@ -63,18 +63,22 @@ def along_farthest_pair(all_points: list[Point], tokens: list[int], level: int) 
 RECURSIVE: dict[Order, Key] = {"kd": cycling, "kd-widest": widest, "ball": along_farthest_pair}
 
 
-def recursive_order(x: Tensor, branch: int, key: Key) -> list[int]:
-    """Sort, cut into equal parts, repeat in each part while it is more than one leaf block."""
-    all_points: list[Point] = x.tolist()
-    n = len(all_points)
+FACTORS = {2: [2], 3: [3], 4: [2, 2], 5: [5], 6: [2, 3], 8: [2, 2, 2]}
 
-    def split(tokens: list[int], segment: int, segments: int, level: int) -> list[int]:
-        if segments * branch >= n:
+
+def recursive_order(x: Tensor, branch: int, key: Key) -> list[int]:
+    """Sort, cut into equal parts, repeat in each part while it is more than one leaf block; a node is cut by primes."""
+    all_points: list[Point] = x.tolist()
+    n, factors = len(all_points), FACTORS[branch]
+
+    def split(tokens: list[int], segment: int, segments: int, step: int) -> list[int]:
+        if branch ** (1 + step // len(factors)) >= n:
             return tokens
-        tokens = sorted(tokens, key=key(all_points, tokens, level))
-        cuts = [(segment * branch + part) * n // (segments * branch) for part in range(branch + 1)]
+        cut = factors[step % len(factors)]
+        tokens = sorted(tokens, key=key(all_points, tokens, step))
+        cuts = [(segment * cut + part) * n // (segments * cut) for part in range(cut + 1)]
         parts = [tokens[start - cuts[0] : stop - cuts[0]] for start, stop in pairwise(cuts)]
-        children = [split(p, segment * branch + i, segments * branch, level + 1) for i, p in enumerate(parts)]
+        children = [split(p, segment * cut + i, segments * cut, step + 1) for i, p in enumerate(parts)]
         return [token for child in children for token in child]
 
     return split(list(range(n)), 0, 1, 0)
@@ -96,7 +100,7 @@ def test_every_order_is_a_permutation_with_masked_tokens_last(
 @pytest.mark.parametrize("order", RECURSIVE)
 @pytest.mark.parametrize("grid", [False, True], ids=["scattered", "ties"])
 @properties
-@given(st.integers(1, 40), st.integers(2, 5), seeds)
+@given(st.integers(1, 40), st.sampled_from(list(FACTORS)), seeds)
 def test_recursive_orders_equal_a_plain_recursion(order: Order, grid: bool, n: int, branch: int, seed: int) -> None:
     x = points(seed, 2, n, grid=grid)
     expected = [recursive_order(row, branch, RECURSIVE[order]) for row in x]
@@ -104,7 +108,7 @@ def test_recursive_orders_equal_a_plain_recursion(order: Order, grid: bool, n: i
 
 
 @properties
-@given(st.integers(1, 40), st.integers(2, 5), seeds)
+@given(st.integers(1, 40), st.sampled_from(list(FACTORS)), seeds)
 def test_on_a_line_the_blocks_of_a_plain_recursion_come_out_of_one_sort(n: int, branch: int, seed: int) -> None:
     x = points(seed, 1, n, dx=1)
     orders = [leaf_order(order, x, branch=branch)[0].tolist() for order in RECURSIVE]
@@ -140,6 +144,14 @@ def test_kd_cuts_every_node_at_the_median_of_its_axis(n: int, branch: int) -> No
         parts = [ordered[start:stop, level % 2] for start, stop in pairwise(cuts)]
         for left in (part for part in range(segments - 1) if (part + 1) % branch):
             assert parts[left].max() <= parts[left + 1].min()
+
+
+@pytest.mark.parametrize("branch", [4, 16])
+def test_cells_of_many_children_are_as_round_as_those_of_two(branch: int) -> None:
+    """A node is cut by halves, along both axes: slices of one axis would be long and thin."""
+    x = points(seed=1, b=1, n=256)
+    blocks = [leaf_order("kd", x, branch=b).view(-1, branch).sort(dim=1).values.tolist() for b in (branch, 2)]
+    assert blocks[0] == blocks[1]
 
 
 def test_kd_widest_cuts_the_long_side() -> None:
@@ -276,7 +288,7 @@ def test_principal_takes_points_that_are_all_the_same(n: int, branch: int) -> No
 
 
 @fewer
-@given(st.integers(2, 70), st.integers(2, 4), st.integers(2, 90), seeds)
+@given(st.integers(2, 70), st.integers(2, 3), st.integers(2, 90), seeds)
 def test_principal_sorts_segments_by_their_first_component(n: int, branch: int, dx: int, seed: int) -> None:
     """Against the eigenvectors of every segment, whether it has more tokens than coordinates or fewer."""
     x = points(seed, 1, n, dx) * torch.tensor([100.0, *[1.0] * (dx - 1)])

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import Literal, get_args
 
 import torch
@@ -57,7 +59,7 @@ def leaf_order(
             "projection" sorts by x @ w with w drawn once from `seed` (ReTreever-KD-RP).
         x: coordinates of the tokens.
         mask: True where a token is real; others go last.
-        branch: children per node of the tree ("kd" and "ball" split into as many parts).
+        branch: children per node of the tree; recursive orders split into as many parts, by halves where they can.
         axis: the coordinate of "axis".
         seed: of "random" and "projection".
     """
@@ -132,29 +134,44 @@ def _masked_last(permutation: Permutation, mask: Tensor | None) -> Permutation:
 
 @torch.no_grad()
 def _recursive_order(x: Coordinates, mask: Tensor | None, branch: int, split_value: SplitValue) -> Permutation:
-    """Split every segment into `branch` equal parts by `split_value`, level after level (k-d and ball trees)."""
+    """Split every segment into `branch` equal parts by `split_value`, level after level (k-d and ball trees).
+
+    A split into 8 is three into 2: cells stay round, where eight slices of one axis would be long and thin.
+    """
     b, n, dx = x.shape
     dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float64
     x = x.to(dtype).contiguous()
     permutation = _masked_last(torch.arange(n, device=x.device).expand(b, n), mask)
     lengths = None if mask is None else mask.sum(dim=1)[:, None]
-    for level in range(tree_depth(n, branch)):
-        place, real = _segments(n, lengths, branch**level, x.device)
+    for step, (segments, leaf) in enumerate(_splits(tree_depth(n, branch), branch)):
+        place, real = _segments(n, lengths, segments, x.device)
         tokens = permutation.gather(1, place.flatten(1).expand(b, -1)).view(b, *place.shape[1:])
         grouped = in_order(x, tokens.flatten(1)).view(*tokens.shape, dx)
         with torch.autocast(x.device.type, enabled=False):
-            value = split_value(grouped, real, level)
-        del grouped  # what a level frees, the next one uses again
+            value = split_value(grouped, real, step)
+        del grouped  # what a split frees, the next one uses again
         if real is not None:
             value = value.nan_to_num().masked_fill(~real, torch.inf)
         moved = tokens.gather(2, value.argsort(dim=2, stable=True)).flatten(1)
         if real is not None:
             # A row whose own tree is no deeper than this keeps its order: the split would fall inside a leaf block.
-            moves = real if lengths is None else real & (branch ** (level + 1) < lengths)[..., None]
+            moves = real if lengths is None else real & (leaf < lengths)[..., None]
             target = torch.where(moves, place, n).flatten(1).expand(b, -1)  # column n is for what does not move
             moved = F.pad(permutation, (0, 1)).scatter(1, target, moved)[:, :n]
         permutation = moved
     return permutation
+
+
+def _splits(depth: int, branch: int) -> list[tuple[int, int]]:
+    """For every split, how many segments there are before it, and how many after the level it belongs to."""
+    factors = _prime_factors(branch)
+    before = list(accumulate(factors * depth, mul, initial=1))[:-1]
+    return [(segments, branch ** (1 + step // len(factors))) for step, segments in enumerate(before)]
+
+
+def _prime_factors(number: int) -> list[int]:
+    smallest = next((factor for factor in range(2, number + 1) if number % factor == 0), None)
+    return [] if smallest is None else [smallest, *_prime_factors(number // smallest)]
 
 
 def _segments(
