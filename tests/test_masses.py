@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -70,3 +71,18 @@ def test_descending_it_leads_the_search_to_the_weight() -> None:
         optimiser.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.4 * losses[0]
+
+
+def test_scores_that_are_far_too_large_come_down() -> None:
+    """Their part of the loss is a straight line, not a constant: it never ends below 0, and its slope is bounded."""
+    tree, q = tree_of(rand(1, 16, DIM)), rand(1, 4, HEADS, WIDTH)
+    top, counts = tree.plan.leaf_offset, torch.zeros(1, tree.plan.nodes)
+    counts[:, :top] = 40.0
+    large = replace(tree, log_count=counts)
+    assert large.log_count is not None
+    large.log_count.requires_grad_()
+    loss = mass_loss(q, large)
+    loss.sum().backward()
+    assert bool((loss > 0).all()) and large.log_count.grad is not None
+    slope = large.log_count.grad[0, :top]
+    assert bool((slope > 0).all()) and float(slope.max()) < 4 * math.exp(3.0)

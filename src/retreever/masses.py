@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retreever.tree.value import Tree
 
-LARGEST = 3.0  # log of how many times too large a score may be before its gradient is cut off
+LARGEST = 3.0  # of the log of a share; above, its exponential goes on in a straight line
 
 
 def mass_loss(q: Float[Tensor, "b m h e"], tree: Tree, levels: int | None = None) -> Float[Tensor, "b m"]:
@@ -38,10 +38,15 @@ def mass_loss(q: Float[Tensor, "b m h e"], tree: Tree, levels: int | None = None
     scores = _scores(q, tree, slice(top), scale) - whole
     scores = scores.masked_fill(scores.isinf(), 0) if tree.mask is not None else scores
     surprise = torch.xlogy(masses, masses) - masses * scores  # masses log(masses / share)
-    excess = scores.clamp_max(LARGEST).exp() - masses
+    excess = _exp(scores) - masses
     if tree.mask is not None:
         excess = excess.masked_fill(~tree.mask[:, None, None, :top], 0)
     return (surprise + excess).sum(dim=-1).mean(dim=-1) / depth
+
+
+def _exp(scores: Float[Tensor, "b m h rows"]) -> Float[Tensor, "b m h rows"]:
+    """The exponential, and its tangent where it would explode; a constant there would let scores grow for ever."""
+    return scores.clamp_max(LARGEST).exp() * (1 + (scores - LARGEST).clamp_min(0))
 
 
 def _scores(q: Float[Tensor, "b m h e"], tree: Tree, rows: slice, scale: float) -> Float[Tensor, "b m h rows"]:
