@@ -29,12 +29,25 @@ def model() -> TransformerCA:
 
 def test_both_stages_train_and_the_history_runs_on() -> None:
     first = model()
-    found, history = fit_staged(first, [batch()], CONFIG, first=0.5, budgets=9, validation=[batch(1)])
+    found, history = fit_staged(first, [batch()], CONFIG, first=0.5, budgets=9, learn="all", validation=[batch(1)])
     assert isinstance(found, ReTreever) and [record.step for record in history] == [5, 10]
     assert not torch.equal(first.attention.block.to_q.weight, model().attention.block.to_q.weight)
     assert not torch.equal(found.attention.block.to_q.weight, first.attention.block.to_q.weight)
     assert found.attention.correction is not None and bool(found.attention.correction.down.weight.any())
     assert found.config.objective.budgets == 9 and not found.capturable
+
+
+def test_the_second_stage_keeps_what_attention_knows() -> None:
+    """Only nodes learn: reading all tokens gives what attention gave, and all weights can be trained on afterwards."""
+    first, data = model(), batch(2)
+    found, _ = fit_staged(first, [batch()], CONFIG, first=0.5, budgets=9)
+    assert found.attention.correction is not None and bool(found.attention.correction.down.weight.any())
+    one, other = (
+        first.eval().predict(data.xc, data.yc, data.xt),
+        found.eval().predict(data.xc, data.yc, data.xt, budget=33),
+    )
+    torch.testing.assert_close(one.mean, other.mean, atol=1e-5, rtol=1e-5)
+    assert all(weight.requires_grad for weight in found.parameters())
 
 
 def test_without_a_second_stage_it_is_the_conversion() -> None:
@@ -73,6 +86,7 @@ def test_random_budgets_are_drawn_for_half_of_the_steps() -> None:
     [
         ({"model": ReTreever(**SIZES)}, "model: expected a TransformerCA"),
         ({"first": 0.0}, "first: expected a share of the steps"),
+        ({"learn": "leaves"}, "learn: expected one of nodes, all"),
         ({"folder": "runs"}, "folder: expected None, as there are two stages"),
     ],
 )

@@ -88,5 +88,21 @@ def test_the_command_writes_every_rival(tmp_path: Path, monkeypatch: pytest.Monk
     assert "| all tokens" in (tmp_path / "jobs-cpu.md").read_text()
 
 
+def test_a_stopped_run_goes_on_with_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("retreever.lab.bench.jobs.MAKERS", {"nearest": lambda: jobs.Nearest(n=16)})
+    words = ["bench", "jobs", "--seconds", "0.02", "--only", "nearest", "--device", "cpu", "--out", str(tmp_path)]
+    assert main([*words, "--seeds", "0"]) == 0
+    before = json.loads((tmp_path / "jobs-cpu.json").read_text())["rows"]
+    capsys.readouterr()
+    assert main([*words, "--seeds", "0", "1", "--resume"]) == 0
+    assert "seed 0" not in capsys.readouterr().err
+    after = json.loads((tmp_path / "jobs-cpu.json").read_text())["rows"]
+    assert after[: len(before)] == before and {row["seed"] for row in after[len(before) :]} == {1}
+    assert main([*words[:2], "--seconds", "0.03", *words[4:], "--seeds", "0", "--resume"]) == 2
+    assert "resume: expected an earlier run with" in capsys.readouterr().err
+
+
 def _absent() -> jobs.Job:
     raise BackendError("statsmodels: expected the package, got none")

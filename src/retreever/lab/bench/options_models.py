@@ -157,5 +157,7 @@ class JobsBench(BenchOptions):
     """Seeds to average over."""
     only: tuple[Jobs, ...] = ()
     """Jobs to run; all by default. Those whose data are absent are left out."""
+    resume: bool = False
+    """Keep the rows of an earlier run in the same folder, and train what is missing."""
 
     name: ClassVar[str] = "jobs"

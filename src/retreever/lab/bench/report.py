@@ -83,7 +83,7 @@ class Run:
         console = Console(width=None if sys.stdout.isatty() else 180)
         for table in tables:
             console.print(table.to_rich())
-        write_text(self.file("json"), json.dumps(self._to_json(rows, summary), indent=1) + "\n")
+        self.save(rows, summary)
         picture, written = f"![{self.name}]({self.file('png').name})\n", list(_ENDINGS)
         try:
             if draw is None:
@@ -96,6 +96,10 @@ class Run:
         body = "\n".join(table.to_markdown() for table in tables)
         write_text(self.file("md"), f"{body}\n{picture}".rstrip() + "\n")
         print(f"written: {', '.join(str(self.file(ending)) for ending in written)}")
+
+    def save(self, rows: Rows, summary: Mapping[str, Any]) -> None:
+        """Write the rows alone, atomically: what a long benchmark has so far."""
+        write_text(self.file("json"), json.dumps(self._to_json(rows, summary), indent=1) + "\n")
 
     def footer(self) -> str:
         """One line on the machine and how times were measured."""

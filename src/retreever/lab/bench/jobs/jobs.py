@@ -112,7 +112,7 @@ class Nearest(Classes):
     def __init__(self, n: int = 256, classes: int = 4) -> None:
         self.n, self.classes = n, classes
         self.fields = {"dim_x": 2, "dim_y": classes, "outputs": classes, "dim": 32, "hidden": 64, "encoder": "identity"}
-        self.fields |= {"head": "categorical", "waves": 32, "frequency": 15.0}
+        self.fields |= {"head": "categorical", "waves": 16, "frequency": 1.5}
 
     def sample(self, size: int, generator: torch.Generator, test: bool = False) -> Batch:
         """Points with classes."""

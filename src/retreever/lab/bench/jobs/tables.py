@@ -11,18 +11,27 @@ from retreever.lab.bench.report import Row, Rows, Run, quantity
 from retreever.lab.tables import Cell, Table, percent, plus_minus
 
 
-def job_tables(run: Run, found: Rows, left: Mapping[str, str], seconds: float, seeds: int) -> list[Table]:
+def job_tables(run: Run, found: Rows, left: Mapping[str, str]) -> list[Table]:
     """One table per job."""
-    tables = []
+    tables, seconds = [], run.options.seconds
     for job in dict.fromkeys(row["job"] for row in found):
         rows = [row for row in found if row["job"] == job]
         full = next((row["score"] for row in rows if row["method"] == ALL), None)
         better = "smaller is better" if rows[0]["smaller"] else "larger is better"
         title = f"{job}: {rows[0]['measure']} ({better}), {rows[0]['n']:,} tokens, {seconds:g} s of training"
-        columns = ("method", rows[0]["measure"], "/ all tokens", "tokens read", "of all", "us a query", "steps")
+        columns = (
+            "method",
+            rows[0]["measure"],
+            "/ all tokens",
+            "tokens read",
+            "of all",
+            "us a query",
+            "steps",
+            "seeds",
+        )
         tables.append(Table(title, columns, tuple(_line(row, full) for row in rows)))
     notes = (
-        f"{seeds} seed{'s' * (seeds > 1)}, mean ± standard deviation; data are made outside the time of training",
+        "mean ± standard deviation over seeds; data are made outside the time of training",
         f"{ALL}: cross attention as nn.MultiheadAttention computes it; us a query: contexts prepared",
         *(f"left out: {name}: {reason}" for name, reason in left.items()),
         run.footer(),
@@ -43,6 +52,7 @@ def _line(row: Row, full: float | None) -> tuple[Cell, ...]:
         None if tokens is None else percent(tokens / row["n"], 2),
         quantity(row.get("us")),
         None if "steps" not in row else f"{row['steps']:,.0f}",
+        row["seeds"] if "steps" in row else None,
     )
 
 

@@ -19,19 +19,21 @@ from retreever.models.retreever import ReTreever
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
 from retreever.pretrained.load import load_pretrained
-from retreever.train.staged import TAUGHT
+from retreever.train.staged import TAUGHT, nodes_alone
 from retreever.tree.plan import TreePlan
 
-RATE, WARMUP, CLIP, FIRST = 2e-3, 0.05, 1.0, 0.8  # the share of the time that the warm-up, and attention, take
+RATE, WARMUP, CLIP, FIRST = 2e-3, 0.05, 1.0, 0.9  # the share of the time that the warm-up, and attention, take
+WIDE = 8
 ALL, PERCEIVER, SCRATCH, STAGED, TUNED = "all tokens", "Perceiver IO", "tree from scratch", "tree", "gp weights, tuned"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model and how many steps it took."""
+    """A trained model, how many steps it took, and the same weights with a tree of more children."""
 
     model: Any
     steps: int
+    wide: ReTreever | None = None
 
 
 def rivals(job: Job, n: int) -> dict[str, Callable[[float, int, torch.device], Trained]]:
@@ -67,8 +69,9 @@ def staged(job: Job, seconds: float, seed: int, device: torch.device, budgets: i
     first = train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(device), FIRST * seconds, seed, device)
     objective = ObjectiveConfig(**{**TAUGHT.__dict__, "budgets": budgets})
     tree = ReTreever.from_transformer_ca(first.model, objective=objective)
-    second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=RATE / 2)
-    return Trained(second.model, first.steps + second.steps)
+    with nodes_alone(tree):
+        second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=RATE / 2)
+    return Trained(second.model, first.steps + second.steps, ReTreever.from_transformer_ca(first.model, branch=WIDE))
 
 
 def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device, rate: float = RATE) -> Trained:
@@ -78,7 +81,8 @@ def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device,
     """
     twin = copy.deepcopy(model).train()
     torch.autograd.backward(twin.loss(job.sample(job.batch, torch.Generator().manual_seed(0)).to(device)).total)
-    optimiser = torch.optim.Adam(model.parameters(), rate, fused=True)
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
+    optimiser = torch.optim.Adam(learned, rate, fused=True)
     data, paths = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
     model.train()
     spent, steps = 0.0, 0
@@ -92,18 +96,23 @@ def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device,
             group["lr"] = rate * min(1.0, (done + 1e-3) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
         optimiser.zero_grad()
         torch.autograd.backward(model.loss(batch, *draws).total)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        nn.utils.clip_grad_norm_(learned, CLIP)
         optimiser.step()
         _wait(device)
         spent, steps = spent + perf_counter() - started, steps + 1
     return Trained(model.eval(), steps)
 
 
-def readings(model: Any, job: Job, n: int) -> dict[str, dict[str, Any]]:
-    """The ways a model is read: a name that follows the method's, and arguments of `answer`."""
+def readings(trained: Trained, job: Job, n: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The ways a model is read: a name that follows the method's, the model, and arguments of `answer`."""
+    model = trained.model
     if not isinstance(model, ReTreever):
-        return {"": {}}
-    return {", one path": {}, f", {job.budget:.0%} read": {"budget": max(1, int(job.budget * n))}}
+        return {"": (model, {})}
+    found: dict[str, tuple[Any, dict[str, Any]]] = {
+        ", one path": (model, {}),
+        f", {job.budget:.0%} read": (model, {"budget": max(1, int(job.budget * n))}),
+    }
+    return found if trained.wide is None else found | {f" of {WIDE}, one path": (trained.wide, {})}
 
 
 @torch.inference_mode()
