@@ -30,6 +30,7 @@ class Job(ABC):
         batch: tasks per training batch.
         fields: settings of the models.
         budget: share of the tokens that the tree may read in its middle row.
+        rate: largest learning rate.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Job(ABC):
     batch: int = 8
     fields: dict[str, Any]
     budget: float = 0.1
+    rate: float = 2e-3
 
     @abstractmethod
     def sample(self, size: int, generator: torch.Generator, test: bool = False) -> Batch:
@@ -108,6 +110,7 @@ class Nearest(Classes):
     """The class of the nearest of 256 points."""
 
     name, budget = "nearest", 0.1
+    rate = 1e-3  # with twice as much attention stays at chance
 
     def __init__(self, n: int = 256, classes: int = 4) -> None:
         self.n, self.classes = n, classes

@@ -22,7 +22,7 @@ from retreever.pretrained.load import load_pretrained
 from retreever.train.staged import TAUGHT, nodes_alone
 from retreever.tree.plan import TreePlan
 
-RATE, WARMUP, CLIP, FIRST = 2e-3, 0.05, 1.0, 0.9  # the share of the time that the warm-up, and attention, take
+WARMUP, CLIP, FIRST = 0.05, 1.0, 0.9  # the share of the time that the warm-up, and attention, take
 WIDE = 8
 ALL, PERCEIVER, SCRATCH, STAGED, TUNED = "all tokens", "Perceiver IO", "tree from scratch", "tree", "gp weights, tuned"
 
@@ -48,7 +48,7 @@ def rivals(job: Job, n: int) -> dict[str, Callable[[float, int, torch.device], T
         STAGED: lambda s, seed, d: staged(job, s, seed, d, round(job.budget * n)),
     }
     if job.name == "co2":
-        found[TUNED] = lambda s, seed, d: train(job, load_pretrained("gp").to(d), s, seed, d, rate=RATE / 4)
+        found[TUNED] = lambda s, seed, d: train(job, load_pretrained("gp").to(d), s, seed, d, rate=job.rate / 4)
     return found
 
 
@@ -70,18 +70,19 @@ def staged(job: Job, seconds: float, seed: int, device: torch.device, budgets: i
     objective = ObjectiveConfig(**{**TAUGHT.__dict__, "budgets": budgets})
     tree = ReTreever.from_transformer_ca(first.model, objective=objective)
     with nodes_alone(tree):
-        second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=RATE / 2)
+        second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=job.rate / 2)
     return Trained(second.model, first.steps + second.steps, ReTreever.from_transformer_ca(first.model, branch=WIDE))
 
 
-def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device, rate: float = RATE) -> Trained:
-    """Adam for so many seconds, its rate rising and then falling to 0 over them.
+def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device, rate: float | None = None) -> Trained:
+    """Adam for so many seconds, its rate rising (to `rate`, or the job's) and then falling to 0 over them.
 
     Data are made outside the time, and a first step on a copy compiles what has to be compiled.
     """
     twin = copy.deepcopy(model).train()
     torch.autograd.backward(twin.loss(job.sample(job.batch, torch.Generator().manual_seed(0)).to(device)).total)
     learned = [weight for weight in model.parameters() if weight.requires_grad]
+    rate = job.rate if rate is None else rate
     optimiser = torch.optim.Adam(learned, rate, fused=True)
     data, paths = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
     model.train()
