@@ -81,12 +81,12 @@ def add_rows(run: Run, job: Job, seeds: tuple[int, ...], rows: Rows) -> None:
             if (job.name, method, seed) in known:
                 continue
             trained = make(run.options.seconds, seed, run.device)
-            for suffix, (model, reading) in readings(trained, job, n).items():
+            for name, model, reading in readings(method, trained, job, n):
                 found: dict[str, Any] = measured(model, job, tests, run.device, **reading)
                 steps = {"trained": method, "seed": seed, "steps": trained.steps}
-                rows.append({**where, "method": method + suffix, **steps, **found})
+                rows.append({**where, "method": name, **steps, **found})
                 note = f"{found['score']:.4g}, {found['tokens']:.0f} tokens, {trained.steps} steps"
-                print(f"{job.name}, {method}{suffix}, seed {seed}: {note}", file=sys.stderr, flush=True)
+                print(f"{job.name}, {name}, seed {seed}: {note}", file=sys.stderr, flush=True)
             run.save(rows, {})
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -24,23 +24,24 @@ from retreever.tree.plan import TreePlan
 
 WARMUP, CLIP, FIRST = 0.05, 1.0, 0.9  # the share of the time that the warm-up, and attention, take
 WIDE = 8
-ALL, PERCEIVER, SCRATCH, STAGED, TUNED = "all tokens", "Perceiver IO", "tree from scratch", "tree", "gp weights, tuned"
+ALL, PERCEIVER, SCRATCH, TUNED = "all tokens", "Perceiver IO", "tree from scratch", "gp weights, tuned"
+STAGED = "tree, nodes trained"
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model, how many steps it took, and the same weights with a tree of more children."""
+    """A trained model, how many steps it took, and trees it was converted to, by name."""
 
     model: Any
     steps: int
-    wide: ReTreever | None = None
+    trees: dict[str, ReTreever] = field(default_factory=dict)
 
 
 def rivals(job: Job, n: int) -> dict[str, Callable[[float, int, torch.device], Trained]]:
     """How each method is trained: called with seconds, seed and device."""
     one_path = TreePlan(n).tokens
     found: dict[str, Callable[[float, int, torch.device], Trained]] = {
-        ALL: lambda s, seed, d: train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(d), s, seed, d),
+        ALL: lambda s, seed, d: converted(job, s, seed, d),
         PERCEIVER: lambda s, seed, d: train(
             job, seeded(seed, lambda: PerceiverIO(**perceiver(job, one_path))).to(d), s, seed, d
         ),
@@ -64,6 +65,16 @@ def seeded(seed: int, make: Callable[[], Any]) -> Any:
     return make()
 
 
+def converted(job: Job, seconds: float, seed: int, device: torch.device) -> Trained:
+    """Attention over all tokens, and trees of means of it, which nothing is trained for."""
+    found = train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(device), seconds, seed, device)
+    trees = {
+        name: ReTreever.from_transformer_ca(found.model, aggregator="mean", correct=False, branch=branch)
+        for name, branch in (("tree", 2), (f"tree of {WIDE}", WIDE))
+    }
+    return Trained(found.model, found.steps, trees)
+
+
 def staged(job: Job, seconds: float, seed: int, device: torch.device, budgets: int) -> Trained:
     """Attention first, then converted and trained on, as `fit_staged` does in steps."""
     first = train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(device), FIRST * seconds, seed, device)
@@ -71,7 +82,7 @@ def staged(job: Job, seconds: float, seed: int, device: torch.device, budgets: i
     tree = ReTreever.from_transformer_ca(first.model, objective=objective)
     with nodes_alone(tree):
         second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=job.rate / 2)
-    return Trained(second.model, first.steps + second.steps, ReTreever.from_transformer_ca(first.model, branch=WIDE))
+    return Trained(second.model, first.steps + second.steps)
 
 
 def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device, rate: float | None = None) -> Trained:
@@ -104,16 +115,14 @@ def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device,
     return Trained(model.eval(), steps)
 
 
-def readings(trained: Trained, job: Job, n: int) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """The ways a model is read: a name that follows the method's, the model, and arguments of `answer`."""
-    model = trained.model
-    if not isinstance(model, ReTreever):
-        return {"": (model, {})}
-    found: dict[str, tuple[Any, dict[str, Any]]] = {
-        ", one path": (model, {}),
-        f", {job.budget:.0%} read": (model, {"budget": max(1, int(job.budget * n))}),
-    }
-    return found if trained.wide is None else found | {f" of {WIDE}, one path": (trained.wide, {})}
+def readings(method: str, trained: Trained, job: Job, n: int) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The ways a model is read: name, model, and arguments of `answer`."""
+    for name, model in {method: trained.model, **trained.trees}.items():
+        if isinstance(model, ReTreever):
+            yield f"{name}, one path", model, {}
+            yield f"{name}, {job.budget:.0%} read", model, {"budget": max(1, int(job.budget * n))}
+        else:
+            yield name, model, {}
 
 
 @torch.inference_mode()
