@@ -124,10 +124,9 @@ def _renewed(module: TreeModule, tree: Tree, slots: Slots, real: Real, tokens: T
     layer, projection = plain_weights(module.aggregator), plain_projection(module.block)
     if layer is None or projection is None:
         return False
-    pair, logs = (tree.keys, tree.values), (tree.log_count, tree.counted)
-    if not renews(tree.plan, tree.nodes, pair, (tree.count, tree.mask, *logs), (layer, projection)):
+    pair, logs, weights = (tree.keys, tree.values), (tree.log_count, tree.counted), (layer, projection)
+    if not renews(tree.plan, tree.nodes, pair, (tree.count, tree.mask, *logs), weights):
         return False
-    weights = (layer, projection)
     renew(tree.nodes, pair, tree.count, tree.mask, logs, slots, real, tokens, tree.plan, weights)
     return True
 

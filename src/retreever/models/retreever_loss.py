@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from retreever.batch import Batch
 from retreever.detours import Detours, PerQuery, draw_detours, find_detours
@@ -127,6 +127,11 @@ def _heads(model: ReTreever, query: Queries) -> Float[Tensor, "b m h e"]:
 
 def _with_all_weights(model: ReTreever, loss: Loss) -> Loss:
     """A low tree needs no aggregator, yet processes that train together wait for gradients of all weights."""
-    learned = [part for part in (model.attention.aggregator, model.attention.correction) if part is not None]
-    unused = sum(weight.sum() for part in learned for weight in part.parameters())
+    unused = sum(weight.sum() for weight in node_weights(model))
     return loss._replace(total=loss.total + 0 * unused)
+
+
+def node_weights(model: ReTreever) -> list[nn.Parameter]:
+    """Weights that inner nodes are made with, beyond those of the attention itself."""
+    parts = (model.attention.aggregator, model.attention.correction)
+    return [weight for part in parts if part is not None for weight in part.parameters()]

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from retreever.arguments import check_choice, check_number, reject
 from retreever.models.retreever import ReTreever
+from retreever.models.retreever_loss import node_weights
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
 from retreever.train.config import TrainConfig
@@ -74,12 +75,7 @@ def fit_staged(
 @contextmanager
 def nodes_alone(model: ReTreever) -> Iterator[None]:
     """Weights other than those of aggregator and correction need no gradient, and are not trained, inside the block."""
-    learned = {
-        id(weight)
-        for part in (model.attention.aggregator, model.attention.correction)
-        if part is not None
-        for weight in part.parameters()
-    }
+    learned = set(map(id, node_weights(model)))
     others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in learned]
     for weight in others:
         weight.requires_grad_(False)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -41,7 +42,7 @@ def rivals(job: Job, n: int) -> dict[str, Callable[[float, int, torch.device], T
     """How each method is trained: called with seconds, seed and device."""
     one_path = TreePlan(n).tokens
     found: dict[str, Callable[[float, int, torch.device], Trained]] = {
-        ALL: lambda s, seed, d: converted(job, s, seed, d),
+        ALL: partial(converted, job),
         PERCEIVER: lambda s, seed, d: train(
             job, seeded(seed, lambda: PerceiverIO(**perceiver(job, one_path))).to(d), s, seed, d
         ),
