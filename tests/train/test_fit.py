@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from retreever import Batch, InputError, ReTreever, TransformerCA, collate
 from retreever.models.retreever import Draws
-from retreever.train import TrainConfig, fit
+from retreever.train import TrainConfig, evaluate, fit
 from retreever.train.protocols import Progress
 
 SIZES: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
@@ -94,6 +95,43 @@ def test_a_run_with_a_folder_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert same(fresh, whole) and [record.step for record in history] == [2, 4, 6]
 
 
+@pytest.mark.parametrize("saved", [3, 5, 7])  # in the first pass, at its end, in the second
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_shuffled_loader_goes_on_where_it_stopped(tmp_path: Path, saved: int, looks: bool) -> None:
+    """With and without validation; the rows of a pass come once each, and the passes in different orders."""
+    seen: list[float] = []
+
+    class Watched(list[Batch]):
+        def __getitem__(self, index: Any) -> Any:
+            seen.append(float(super().__getitem__(index).xc[0, 0, 0]))
+            return super().__getitem__(index)
+
+    config = TrainConfig(steps=11, batch=1, lr=1e-2, warmup=0, evaluate_every=4, save_every=saved)
+    validation = rows(2, 5) if looks else None
+
+    def run(net: Any, **more: Any) -> list[float]:
+        seen.clear()
+        loader = DataLoader(Watched(rows(5)), shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+        fit(net, loader, config, validation=validation, keep="last", **more)
+        return seen[:]
+
+    whole = model()
+    order = run(whole)
+    assert len(order) == 11 and len(set(order[:5])) == 5 and order[:5] != order[5:10]
+
+    def halt(progress: Progress) -> None:
+        if progress.step == saved + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model(), folder=tmp_path / "run", watch=halt)
+    torch.rand(3)
+    fresh = model(seed=3)
+    again = run(fresh, folder=tmp_path / "run")
+    assert again == order[(saved - 1) // 5 * 5 :] and same(fresh, whole)  # the pass again, up to where it was
+    assert run(model(seed=4), folder=tmp_path / "run") == []  # a finished run stays as it is
+
+
 def test_the_bar_shows_a_running_mean(capsys: pytest.CaptureFixture[str]) -> None:
     fit(model(), rows(2), CONFIG, progress=True)
     assert "step 6/6  loss " in capsys.readouterr().err
@@ -109,11 +147,36 @@ def test_the_bar_shows_a_running_mean(capsys: pytest.CaptureFixture[str]) -> Non
         ({"data": [3]}, "data: expected items that are a Batch or a tuple"),
         ({"validation": []}, "validation: expected at least one batch"),
         ({"keep": "all"}, "keep: expected one of best, last"),
+        ({"data": [(1, 2)]}, r"data: expected items that are a Batch or a tuple of tensors .*, got tuple \(int, int\)"),
+        ({"validation": rows(1)[0]}, "validation: expected an iterable of batches, got Batch"),
+        ({"metric": "accuracy"}, "metric: expected a function"),
+        ({"model": nn.Linear(2, 2)}, "model: expected a model of this library"),
+        ({"data": [rows(1)[0].rows(slice(0))]}, "data: expected batches of at least one row and one context point"),
+        (
+            {"data": [replace(rows(1)[0], xc=torch.rand(1, 0, 1), yc=torch.rand(1, 0, 1))]},
+            "data: expected batches of at",
+        ),
     ],
 )
 def test_what_is_no_data_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        fit(model(), **{"data": rows(2), "config": CONFIG} | wrong)
+        fit(**{"model": model(), "data": rows(2), "config": CONFIG} | wrong)
+
+
+def test_batches_of_one_s_own_are_scored_by_their_likelihood() -> None:
+    net, batches = model(), rows(3)
+    history = fit(net, batches, CONFIG, validation=batches, keep="last")
+    assert evaluate(net, None, batches) == pytest.approx(history[-1].metric)
+    with pytest.raises(InputError, match=r"^task: expected a task, or None"):
+        evaluate(net, batches, batches)  # type: ignore[arg-type]
+
+
+def test_the_width_that_is_wrong_is_named() -> None:
+    batch, net = rows(1)[0], ReTreever(dim_x=2, **SIZES)
+    with pytest.raises(InputError, match=r"^xc: expected shape \(b, n, dx=2\)"):
+        net.loss(Batch(batch.xc, batch.yc, batch.xt.repeat(1, 1, 2), batch.yt))
+    with pytest.raises(InputError, match=r"^yc: expected floats .* got torch.int64"):
+        model().loss(Batch(batch.xc, batch.yc.long(), batch.xt, batch.yt))
 
 
 @pytest.mark.parametrize("kind", [ReTreever, TransformerCA])

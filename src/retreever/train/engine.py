@@ -187,8 +187,8 @@ def _check_run(model: Model, task: Task, config: TrainConfig) -> None:
     """What would otherwise fail somewhere inside the first step."""
     if not isinstance(config, TrainConfig):
         reject("config", "a TrainConfig", type(config).__name__)
-    if not isinstance(model, nn.Module):
-        reject("model", "a model", type(model).__name__)
+    if not isinstance(model, nn.Module) or not isinstance(model, Model):
+        reject("model", "a model of this library, or a module with loss and predict", type(model).__name__)
     if isinstance(task, type):
         reject("task", "a task", f"the class {task.__name__}")
     if not isinstance(task, Task):

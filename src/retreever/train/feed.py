@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,13 +13,18 @@ from torch.distributions import Distribution
 from retreever.arguments import reject
 from retreever.batch import Batch
 from retreever.nn.heads import log_likelihood
+from retreever.tasks.seeds import derive_seed
 from retreever.train.protocols import Task
+from retreever.train.random import OwnDefault
 
 Metric = Callable[[Distribution, Batch], Tensor]
 
 
 class Feed:
     """A task whose batches come from an iterable, again from the start whenever it ends.
+
+    In every pass torch's generator starts from a state of its own, so that a resumed run can go through the pass it was
+    stopped in again, up to where it was, and a shuffled DataLoader has the same order in all processes.
 
     Args:
         batches: of `Batch`, or of tuples (xc, yc, xt, yt); a DataLoader, a list, a generator function's result...
@@ -31,12 +37,27 @@ class Feed:
     ) -> None:
         if not isinstance(batches, Iterable) or isinstance(batches, Batch | str | bytes | Tensor):
             reject("data", "a task, a DataLoader or an iterable of batches", type(batches).__name__)
+        if not isinstance(validation, Iterable | None) or isinstance(validation, Batch | str | bytes | Tensor):
+            reject("validation", "an iterable of batches", type(validation).__name__)
+        if metric is not None and not callable(metric):
+            reject("metric", "a function (prediction, batch) -> one value per query", repr(metric))
         self.batches = batches
         self.checked = None if validation is None else [as_batch("validation", batch) for batch in validation]
         if self.checked == []:
             reject("validation", "at least one batch, or None", "none")
         self.scored: Metric = metric or likelihood
-        self._iterator: Iterator[Any] = iter(())
+        self._iterator: Iterator[Any] | None = None
+        self._position, self._random = (0, 0), OwnDefault(torch.device("cpu"), 0)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Passes that are over, and batches taken in the present one; set, to go on from there."""
+        return self._position
+
+    @position.setter
+    def position(self, position: tuple[int, int]) -> None:
+        """Go on from there."""
+        self._position, self._iterator = position, None
 
     @property
     def validates(self) -> bool:
@@ -44,18 +65,32 @@ class Feed:
         return self.checked is not None
 
     def training(self, seed: int) -> torch.Generator:
-        """A stream that is not drawn from: the iterable decides what comes."""
+        """A stream that is not drawn from: its seed decides those of the passes."""
         return torch.Generator().manual_seed(seed)
 
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
         """The next batch, whatever its size."""
-        found = next(self._iterator, None)
+        seed = generator.initial_seed()
+        found = self._next(seed)
         if found is None:
-            self._iterator = iter(self.batches)
-            found = next(self._iterator, None)
-            if found is None:
-                reject("data", "batches in every pass", "an iterable that is exhausted; give a list or a DataLoader")
+            self.position = (self.position[0] + 1, 0)
+            found = self._next(seed)
+        if found is None:
+            reject("data", "batches in every pass", "an iterable that is exhausted; give a list or a DataLoader")
+        done, taken = self._position
+        self._position = (done, taken + 1)
         return as_batch("data", found).to(device)
+
+    def _next(self, seed: int) -> Any | None:
+        """The next of the present pass, whose beginning is gone through again after a restart; None at its end."""
+        done, taken = self._position
+        if self._iterator is not None:
+            with self._random.lent():
+                return next(self._iterator, None)
+        self._random = OwnDefault(torch.device("cpu"), derive_seed(f"feed {done}", "train", seed))
+        with self._random.lent():
+            self._iterator = iter(self.batches)
+            return next(islice(self._iterator, taken, None), None)
 
     def validation(self) -> Iterator[Batch]:
         """The validation batches."""
@@ -73,11 +108,15 @@ def likelihood(dist: Distribution, batch: Batch) -> Tensor:
 
 def as_batch(argument: str, found: Any) -> Batch:
     """`found` as a `Batch`: as it is, or made of (xc, yc, xt, yt) and masks."""
-    if isinstance(found, Batch):
-        return found
     if isinstance(found, tuple | list) and 4 <= len(found) <= 7 and all(isinstance(part, Tensor) for part in found[:4]):
-        return Batch(*found)
-    reject(argument, "items that are a Batch or a tuple (xc, yc, xt, yt)", type(found).__name__)
+        found = Batch(*found)
+    if isinstance(found, Batch):
+        if isinstance(found.xc, Tensor) and 0 in found.xc.shape[:2]:
+            reject(argument, "batches of at least one row and one context point", tuple(found.xc.shape))
+        return found
+    parts = ", ".join(type(part).__name__ for part in found[:7]) if isinstance(found, tuple | list) else ""
+    got = f"{type(found).__name__} ({parts})" if parts else type(found).__name__
+    reject(argument, "items that are a Batch or a tuple of tensors (xc, yc, xt, yt)", got)
 
 
 def as_task(data: Any, validation: Iterable[Any] | None, metric: Metric | None) -> Task:

@@ -99,6 +99,13 @@ class Padded(Protocol):
         ...
 
 
+@runtime_checkable
+class Positioned(Protocol):
+    """A task whose batches come in an order of their own, so that a resumed run has to know how far it was."""
+
+    position: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Record:
     """One look at the validation set; `terms` are the parts of the training loss at that step."""

@@ -23,7 +23,7 @@ from retreever.train.checkpoint import (
     tidy_checkpoints,
 )
 from retreever.train.engine import Trainer
-from retreever.train.protocols import Record
+from retreever.train.protocols import Positioned, Record
 from retreever.train.run import RunFolder
 from retreever.train.state import (
     Streams,
@@ -53,6 +53,8 @@ def save(folder: RunFolder, trainer: Trainer, name: str | None = None) -> None:
         "seconds": trainer.seconds,
         "history": [asdict(record) for record in trainer.history],
     }
+    if isinstance(trainer.task, Positioned):
+        state["position"] = list(trainer.task.position)
     save_checkpoint(folder.checkpoints, trainer.step, tensors, state, keep=trainer.config.keep, name=name)
 
 
@@ -67,7 +69,10 @@ def resume_from(folder: RunFolder, trainer: Trainer) -> None:
         file = newest / "state.json"
         check_belongs(file, state, folder, trainer)
         history = check_progress(file, state, trainer)
+        position = _position(file, state)
         _restore(trainer, tensors, newest)
+        if isinstance(trainer.task, Positioned):
+            trainer.task.position = position
         trainer.restart(state["step"], float(state["seconds"]), history)
     trainer.ranks.wait()  # all have read before the first cleans up what a killed process left
     if not trainer.ranks.first:
@@ -127,9 +132,19 @@ def check_progress(file: Path, state: dict[str, Any], trainer: Trainer) -> list[
     history = [_record(f"{file}: history[{index}]", row) for index, row in enumerate(rows)]
     looks = {*range(config.evaluate_every, step + 1, config.evaluate_every)}
     looks |= {config.steps} if step == config.steps else set()
+    looks = looks if getattr(trainer.task, "validates", True) else set()
     if [entry.step for entry in history] != sorted(looks):
         refuse(f"{file}: history", f"one entry for each of {len(looks)} looks at validation", f"{len(rows)} others")
     return history
+
+
+def _position(file: Path, state: dict[str, Any]) -> tuple[int, int]:
+    """Where the batches of a `Feed` go on."""
+    match state.get("position", [0, 0]):
+        case [done, taken] if _is_count(done) and _is_count(taken):
+            return done, taken
+        case other:
+            refuse(f"{file}: position", "passes and batches, two ints >= 0", repr(other))
 
 
 def _record(where: str, row: Any) -> Record:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from retreever.arguments import reject
 from retreever.batch import Batch, collate, without_padding
+from retreever.train.feed import likelihood
 from retreever.train.protocols import Model, Task
 from retreever.train.random import OwnDefault
 
@@ -20,16 +21,20 @@ JOINED_COPIES = 2**21  # and up to this many of the points that models read and 
 SEED = 0  # of the numbers that models draw
 
 
-def evaluate(model: Model, task: Task, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
-    """Mean over `batches` of the task's metric over their real targets.
+def evaluate(model: Model, task: Task | None, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
+    """Mean over `batches` of the task's metric over their real targets; without a task, of the log-likelihood.
 
     Batches weigh the same whatever their size: this is how the paper and those before it measure. Models that sample
     draw the same numbers in every call.
     """
 
+    if not isinstance(task, Task | None):
+        reject("task", "a task, or None for the log-likelihood", type(task).__name__)
+    metric = likelihood if task is None else task.metric
+
     def measure(batch: Batch) -> list[Tensor]:
         targets = without_padding(batch.xt, batch.target_mask)
-        return [task.metric(model.predict(batch.xc, batch.yc, targets, batch.context_mask), batch)]
+        return [metric(model.predict(batch.xc, batch.yc, targets, batch.context_mask), batch)]
 
     return float(batch_means(model, measure, batches, device).mean())
 
