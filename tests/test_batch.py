@@ -225,7 +225,7 @@ MISTAKES = [
     (lambda: batch(yc=yc[:, :5]).validate(), "yc", "shape (b=2, n=9, dy)", "(2, 5, 1)"),
     (lambda: batch(yc=None).validate(), "yc", "shape (b=2, n=9, dy) or integers (b=2, n=9)", "NoneType"),
     (lambda: batch(yc=yc.double()).validate(), "yc", "the dtype of xc (torch.float32)", "torch.float64"),
-    (lambda: batch(yc=yc.long()).validate(), "yc", "shape (b=2, n=9)", "3 axes (2, 9, 1)"),
+    (lambda: batch(yc=yc.long()).validate(), "yc", "floats (b=2, n=9, dy) or integers", "torch.int64 (2, 9, 1)"),
     (lambda: batch(yc=yc[..., 0].long()[:1]).validate(), "yc", "shape (b=2, n=9)", "(1, 9)"),
     (lambda: batch(xt=xt[:1], yt=yt[:1]).validate(), "xt", "shape (b=2, m, dx=1)", "(1, 3, 1)"),
     (lambda: batch(xt=xt.repeat(1, 1, 2)).validate(), "xt", "shape (b=2, m, dx=1)", "(2, 3, 2)"),

@@ -22,7 +22,7 @@ GROUPS = (
     "data", "tasks", "nn", "tree", "sharded",
     "results", "attention_inputs", "attention_build", "attention_search", "growing_inputs", "growing",
     "cross_attention", "masses", "attention_growing", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "search_loss", "scaler", "models", "deploy", "botorch", "train", "pretrained", "lab", "cli",
+    "detours", "objective", "search_loss", "models", "scaler", "deploy", "botorch", "train", "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)

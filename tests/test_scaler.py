@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Independent, Normal
 
-from retreever import Batch, InputError, ReTreever, Scaled, Scaler
-from retreever.train import TrainConfig, fit
+from retreever import Batch, InputError, ReTreever, Scaled, Scaler, TransformerCA
+from retreever.train import TrainConfig, fit, fit_staged
+from retreever.train.protocols import Searches
 
-SIZES = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
+SIZES: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
 
 
 def data(seed: int = 0, shift: float = 300.0, spread: float = 7.0) -> Batch:
@@ -71,7 +75,67 @@ def test_a_scaled_model_trains_saves_and_predicts_in_the_units_of_the_data() -> 
 
 def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     classes = Batch(torch.rand(1, 3, 1), torch.rand(1, 3, 1), torch.rand(1, 2, 1), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(InputError, match=r"^batches: expected batches of floating point"):
+    with pytest.raises(InputError, match=r"^batches: expected each a Batch with floating point"):
         Scaler.of(classes)
     with pytest.raises(InputError, match=r"^dist: expected normal predictions"):
         Scaler(1, 1).invert(torch.distributions.Categorical(logits=torch.zeros(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"xc": (4, 7, 1)}, r"xc: expected shape \(b, n, dx=2\), got \(4, 7, 1\)"),
+        ({"yc": (4, 7, 1)}, r"yc: expected shape \(b, n, dy=2\), got \(4, 7, 1\)"),
+        ({"xt": (4, 5, 3)}, r"xt: expected shape \(b, n, dx=2\), got \(4, 5, 3\)"),
+        ({"yt": (4, 5, 1)}, r"yt: expected shape \(b, m, dy=2\), got \(4, 5, 1\)"),
+    ],
+)
+def test_other_widths_are_refused_and_never_broadcast(wrong: dict[str, tuple[int, ...]], message: str) -> None:
+    batch = data()
+    batch = Batch(batch.xc, batch.yc.repeat(1, 1, 2), batch.xt, batch.yt.repeat(1, 1, 2))
+    model = Scaled(ReTreever(dim_x=2, dim_y=2, **SIZES), Scaler.of(batch)).eval()
+    bad = replace(batch, **{name: torch.rand(shape) for name, shape in wrong.items()})
+    with pytest.raises(InputError, match=f"^{message}"):
+        model.loss(bad)
+    if "yt" not in wrong:
+        with pytest.raises(InputError, match=f"^{message}"):
+            model.predict(bad.xc, bad.yc, bad.xt)
+
+
+def test_a_scaler_of_other_data_than_the_model_s_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^scaler: expected as many coordinates and outputs as the model has, 3 and 1"
+    ):
+        Scaled(ReTreever(dim_x=3, **SIZES), Scaler.of(data()))
+    with pytest.raises(InputError, match=r"^batches: expected each a Batch .* got tuple"):
+        Scaler.of([(data().xc,)])  # type: ignore[list-item]
+    with pytest.raises(InputError, match=r"^batches: expected finite coordinates"):
+        Scaler.of(replace(data(), xc=data().xc / 0))
+
+
+def test_a_scaled_model_encodes_once_reads_budgets_and_trains_with_detours() -> None:
+    """What it draws for a step is what its model draws: without draws there are no detours."""
+    torch.manual_seed(0)
+    batch = data()
+    plain = ReTreever(dim_x=2, **SIZES)
+    model = Scaled(plain, Scaler.of(batch)).eval()
+    memory = model.encode(batch.xc, batch.yc)
+    whole = model.predict(batch.xc, batch.yc, batch.xt, budget=7).mean
+    assert torch.equal(model.answer(memory, batch.xt, budget=7).mean, whole)
+    assert torch.equal(model.set_reading("full").predict(batch.xc, batch.yc, batch.xt).mean, whole)
+    assert model.tokens(7) == 7 and isinstance(model, Searches)
+    draws = model.draws_for(batch, torch.Generator().manual_seed(1))
+    assert torch.equal(draws.noise, plain.draws_for(batch, torch.Generator().manual_seed(1)).noise)
+    with pytest.raises(AttributeError, match="search"):  # it would take scaled units
+        model.search(memory, batch.xt)
+
+
+def test_a_scaled_attention_is_trained_first_and_converted() -> None:
+    torch.manual_seed(0)
+    batch = data()
+    attention = Scaled(TransformerCA(dim_x=2, encoder="identity", waves=4, **SIZES), Scaler.of(batch))
+    model, _ = fit_staged(attention, [batch], TrainConfig(steps=4, warmup=0), first=0.5)
+    one = attention.eval().predict(batch.xc, batch.yc, batch.xt)
+    other = model.eval().predict(batch.xc, batch.yc, batch.xt, budget=7)
+    assert isinstance(model, Scaled) and isinstance(model.model, ReTreever)
+    torch.testing.assert_close(one.mean, other.mean)

@@ -118,6 +118,8 @@ def check_points(
     if y.dtype.is_floating_point:
         check_tensor(y_name, y, f"b {axis} dy", **{"b": b, axis: n})
         check_same(y_name, y, x_name, x)
+    elif y.dim() == 3:
+        reject(y_name, f"floats (b={b}, {axis}={n}, dy) or integers (b={b}, {axis}={n})", f"{y.dtype} {tuple(y.shape)}")
     else:
         check_tensor(y_name, y, f"b {axis}", **{"b": b, axis: n})
         check_same(y_name, y, x_name, x, dtype=False)

@@ -13,9 +13,12 @@ from torch.distributions import Distribution, Independent, Normal
 
 from retreever.arguments import check_int, reject
 from retreever.batch import Batch
+from retreever.checks import check_tensor
+from retreever.models.config import AnyConfig
 from retreever.objective import Loss
 
 SMALLEST = 1e-6  # spread of a column that does not vary
+UNITLESS = ("draws_for", "tokens", "copies", "capturable")  # of a model, the same in all units
 
 
 class Scaler(nn.Module):
@@ -37,27 +40,36 @@ class Scaler(nn.Module):
         """Fitted to the real targets and context points of `batches`; unknown outputs do not count."""
         found = [batches] if isinstance(batches, Batch) else list(batches)
         if not found or not all(isinstance(batch, Batch) and batch.yt.dim() == 3 for batch in found):
-            reject("batches", "batches of floating point targets (b, m, dy)", f"{len(found)} items")
+            kinds = ", ".join(sorted({type(batch).__name__ for batch in found})) or "none"
+            reject("batches", "each a Batch with floating point targets (b, m, dy)", kinds)
         xs = [_real(b.xc, b.context_mask) for b in found] + [_real(b.xt, b.target_mask) for b in found]
         ys = torch.cat([_real(b.truth, b.target_mask) for b in found])
+        moments = (*_moments(torch.cat(xs)), *_moments(ys))
+        if not all(part.isfinite().all() for part in moments):
+            reject("batches", "finite coordinates and values", "infinite ones")
         scaler = cls(xs[0].shape[-1], ys.shape[-1])
-        scaler.load_state_dict(dict(zip(scaler.state_dict(), (*_moments(torch.cat(xs)), *_moments(ys)), strict=True)))
+        scaler.load_state_dict(dict(zip(scaler.state_dict(), moments, strict=True)))
         return scaler
 
-    def x(self, x: Float[Tensor, "b n dx"]) -> Float[Tensor, "b n dx"]:
-        """Scaled coordinates."""
+    def x(self, x: Float[Tensor, "b n dx"], argument: str = "xc") -> Float[Tensor, "b n dx"]:
+        """Scaled coordinates; `argument` is their name in errors."""
+        check_tensor(argument, x, "b n dx", dx=len(self.x_mean))
         return (x - self.x_mean) / self.x_spread
 
     def context(self, y: Float[Tensor, "b n dy"]) -> Float[Tensor, "b n dy"]:
         """Scaled values of context points."""
         out = len(self.y_mean)
+        check_tensor("yc", y, "b n dy")
+        if y.shape[2] < out:  # more columns are flags, or whatever the model knows
+            check_tensor("yc", y, "b n dy", dy=out)
         values, more = (y[..., :out] - self.y_mean) / self.y_spread, y[..., out:]
         return torch.cat([values * more if more.shape[-1] == out else values, more], dim=-1)
 
     def batch(self, batch: Batch) -> Batch:
         """The scaled batch."""
+        check_tensor("yt", batch.yt, "b m dy", dy=len(self.y_mean))
         yt = (batch.yt - self.y_mean) / self.y_spread
-        return replace(batch, xc=self.x(batch.xc), yc=self.context(batch.yc), xt=self.x(batch.xt), yt=yt)
+        return replace(batch, xc=self.x(batch.xc), yc=self.context(batch.yc), xt=self.x(batch.xt, "xt"), yt=yt)
 
     def invert(self, dist: Distribution) -> Distribution:
         """Predictions in the units of the targets."""
@@ -71,19 +83,42 @@ class Scaler(nn.Module):
 class Scaled(nn.Module):
     """A model in the units of the data: what goes in is scaled, what comes out is scaled back.
 
-    `state_dict` holds both; `fit`, `evaluate` and `predict` take it as any model.
+    `state_dict` holds both; `fit`, `fit_staged`, `evaluate` and `predict` take it as any model. Whatever else a model
+    can do, `scaled.model` does in scaled units.
     """
 
     def __init__(self, model: Any, scaler: Scaler) -> None:
         super().__init__()
         if not isinstance(scaler, Scaler):
             reject("scaler", "a Scaler", type(scaler).__name__)
+        config = getattr(model, "config", None)
+        widths = len(scaler.x_mean), len(scaler.y_mean)
+        if isinstance(config, AnyConfig) and widths != (config.dim_x, config.out):
+            wanted = f"as many coordinates and outputs as the model has, {config.dim_x} and {config.out}"
+            reject("scaler", wanted, widths)
         self.model, self.scaler = model, scaler
 
     def predict(self, xc: Tensor, yc: Tensor, xt: Tensor, mask: Tensor | None = None, **reading: Any) -> Distribution:
         """Predictions in the units of the targets; `reading` goes to the model."""
         scaler = self.scaler
-        return scaler.invert(self.model.predict(scaler.x(xc), scaler.context(yc), scaler.x(xt), mask, **reading))
+        inputs = scaler.x(xc), scaler.context(yc), scaler.x(xt, "xt")
+        return scaler.invert(self.model.predict(*inputs, mask, **reading))
+
+    def encode(self, xc: Tensor, yc: Tensor, mask: Tensor | None = None, **more: Any) -> Any:
+        """Prepare context points for any number of calls of `answer`."""
+        return self.model.encode(self.scaler.x(xc), self.scaler.context(yc), mask, **more)
+
+    def answer(self, memory: Any, xt: Tensor, **reading: Any) -> Distribution:
+        """Predictions from a prepared context, in the units of the targets."""
+        return self.scaler.invert(self.model.answer(memory, self.scaler.x(xt, "xt"), **reading))
+
+    def set_reading(self, *reading: Any, **named: Any) -> Scaled:
+        """As of the model; returns this one."""
+        self.model.set_reading(*reading, **named)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name) if name in UNITLESS else super().__getattr__(name)
 
     def loss(self, batch: Batch, *draws: Any) -> Loss:
         """The loss of the scaled batch."""

@@ -125,18 +125,17 @@ def chunk_size(model: Model, xt: Tensor, chunk: int | None) -> int | None:
 def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, checked: bool = False) -> None:
     """Context points must have the widths, types and device of the model.
 
-    `checked` skips `check_points`, for points that have passed it.
+    `checked` skips `check_points` and the width, for points that have passed both.
     """
     config = model.config
     if not checked:
         check_points("xc", xc, "yc", yc, mask)
-    tokens = config.inputs == "tokens"
-    check_tensor("xc", xc, "b n dx", dx=config.dim_y if tokens else _coordinates(config))
+        _check_width(config, xc)
     check_like_weights("xc", xc, model)
     if config.inputs == "sequence":
         _check_classes("yc", yc, "n", xc, config.dim_y, mask)
     else:
-        check_tensor("yc", yc, "b n dy", dy=0 if tokens else config.dim_y)
+        check_tensor("yc", yc, "b n dy", dy=0 if config.inputs == "tokens" else config.dim_y)
         check_float("yc", yc)
 
 
@@ -163,8 +162,9 @@ def take_batch(model: Model, batch: Batch) -> Batch:
     """
     if not isinstance(batch, Batch):
         reject("batch", "a Batch", type(batch).__name__)
-    batch.validate()
     config = model.config
+    _check_width(config, batch.xc)  # before it is compared with xt
+    batch.validate()
     check_context(model, batch.xc, batch.yc, batch.context_mask, checked=True)
     check_tensor("xt", batch.xt, "b m dx", dx=_coordinates(config))
     if config.head == "categorical":
@@ -177,6 +177,10 @@ def take_batch(model: Model, batch: Batch) -> Batch:
         truth = truth.masked_fill(truth.isnan(), torch.inf)  # could not be checked: NaN must not count as unknown
     context = {name: without_padding(getattr(batch, name), batch.context_mask) for name in ("xc", "yc")}
     return replace(batch, **context, xt=without_padding(batch.xt, batch.target_mask), yt=truth)
+
+
+def _check_width(config: AnyConfig, xc: Tensor) -> None:
+    check_tensor("xc", xc, "b n dx", dx=config.dim_y if config.inputs == "tokens" else _coordinates(config))
 
 
 def _coordinates(config: AnyConfig) -> int:
