@@ -301,6 +301,21 @@ def test_a_learned_aggregator_starts_where_the_means_are(
     assert (gap(before, after) > 1e-6) == (mean_levels < 9)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"), [("heads", 8), ("head", "bounded"), ("frequency", 20.0), ("dim", 64), ("layers", 2)]
+)
+def test_settings_that_weights_were_not_trained_with_are_refused(setting: str, value: Any) -> None:
+    model = TransformerCA(dim_x=2, dim=16, layers=1, hidden=16)
+    with pytest.raises(InputError, match=rf"^{setting}: expected .*, as trained, got {value!r}"):
+        ReTreever.from_transformer_ca(model, **{setting: value})
+    assert ReTreever.from_transformer_ca(model, layers=1, impl="reference").config.impl == "reference"
+
+
+def test_attention_decides_its_own_settings() -> None:
+    with pytest.raises(InputError, match=r"^heads: expected 2, as the attention has it, or nothing, got 4"):
+        TreeCrossAttention.from_multihead(torch.nn.MultiheadAttention(16, 2, batch_first=True), heads=4)
+
+
 def test_a_whole_model_is_converted_and_trains_on() -> None:
     torch.manual_seed(0)
     model = TransformerCA(dim_x=2, dim=16, layers=1, hidden=16).eval()

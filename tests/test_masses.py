@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retreever import TreeCrossAttention
+from retreever import InputError, TreeCrossAttention
 from retreever.masses import mass_loss
 from retreever.ops.search.api import counted_keys
 from retreever.tree.value import Tree
@@ -54,6 +54,11 @@ def test_padding_counts_nowhere(branch: int) -> None:
     other = mass_loss(q, tree_of(context.masked_fill(~mask[..., None], 9), mask, branch))
     loss.sum().backward()
     assert torch.equal(loss, other) and bool(loss.isfinite().all()) and bool(q.grad.isfinite().all())
+
+
+def test_queries_that_are_not_projected_are_refused() -> None:
+    with pytest.raises(InputError, match=r"^q: expected shape \(b=2, m, h=2, e=4\), got 3 axes"):
+        mass_loss(rand(2, 3, DIM), tree_of(rand(2, 8, DIM)))
 
 
 def test_descending_it_leads_the_search_to_the_weight() -> None:

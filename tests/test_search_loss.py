@@ -51,6 +51,17 @@ def test_without_rewards_the_search_maximises_minus_the_loss() -> None:
     torch.testing.assert_close(usual, given_)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_rewards_may_be_right_or_wrong_or_counts(dtype: torch.dtype) -> None:
+    t = terms()
+    right = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    rewards = {"reward": right, "full_reward": 1 - right}
+    found, wanted = (
+        tree_loss(FOUND, **t | {k: v.to(kind) for k, v in rewards.items()}) for kind in (dtype, t["task"].dtype)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
 def test_masked_queries_count_nowhere() -> None:
     mask = torch.tensor([[True, False, True], [True, True, False]])
     clean = tree_loss(FOUND, **terms(), mask=mask)
@@ -83,7 +94,7 @@ def test_another_shape_is_refused_and_never_broadcast(name: str, shape: tuple[in
         ({"found": None}, "found: expected the result of a TreeCrossAttention"),
         ({"found": searched(leaves=False)}, "found: expected a search with leaves=True"),
         ({"task": 1.0}, "task: expected a tensor"),
-        ({"reward": torch.ones(B, M, dtype=torch.int64)}, "reward: expected a floating point"),
+        ({"leaves": torch.ones(B, M, dtype=torch.int64)}, "leaves: expected a floating point"),
         ({"full_reward": None}, "full_reward: expected rewards over all leaves"),
         ({"reward": None}, "reward: expected the rewards of the search"),
         ({"mask": torch.ones(B, M)}, "mask: expected dtype torch.bool"),

@@ -136,7 +136,7 @@ class TreeCrossAttention(GrowingAttention):
         are further settings of the module.
         """
         arguments = multihead_arguments(attention) | {"dropout": 0.0}
-        module = cls(**arguments, **_means(branch, order, budget, aggregator) | more)
+        module = cls(**_with_means(arguments, more, branch, order, budget, aggregator))
         copy_multihead(attention, module.to(attention.out_proj.weight).block)
         return module.train(attention.training)
 
@@ -154,7 +154,7 @@ class TreeCrossAttention(GrowingAttention):
         """Read a trained `CrossAttention` through a tree of means, as `from_multihead` does."""
         if not isinstance(attention, CrossAttention):
             reject("attention", "a CrossAttention", type(attention).__name__)
-        module = cls(**block_arguments(attention.block), **_means(branch, order, budget, aggregator) | more)
+        module = cls(**_with_means(block_arguments(attention.block), more, branch, order, budget, aggregator))
         module.to(attention.block.to_out.weight).block.load_state_dict(attention.block.state_dict())
         return module.train(attention.training)
 
@@ -268,7 +268,16 @@ class TreeCrossAttention(GrowingAttention):
         return measure(self, queries, context, mask, budgets, error)
 
 
-def _means(branch: int, order: TokenOrder, budget: int | None, aggregator: Aggregator | nn.Module) -> dict[str, Any]:
-    """Settings of a tree of means, corrected where the aggregator learns."""
+def _with_means(
+    trained: dict[str, Any],
+    more: dict[str, Any],
+    branch: int,
+    order: TokenOrder,
+    budget: int | None,
+    aggregator: Aggregator | nn.Module,
+) -> dict[str, Any]:
+    """Settings of `trained` attention with a tree of means, corrected where the aggregator learns, and `more`."""
+    for name in trained.keys() & more:
+        reject(name, f"{trained[name]!r}, as the attention has it, or nothing", repr(more[name]))
     tree: dict[str, Any] = {"branch": branch, "order": order, "budget": budget, "aggregator": aggregator}
-    return tree | {"log_count": True, "correct": aggregator != "mean"}
+    return {**trained, **tree, "log_count": True, "correct": aggregator != "mean", **more}

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retreever.checks import check_tensor
 from retreever.tree.value import Tree
 
 LARGEST = 3.0  # of the log of a share; above, its exponential goes on in a straight line
@@ -20,9 +21,15 @@ LARGEST = 3.0  # of the log of a share; above, its exponential goes on in a stra
 def mass_loss(q: Float[Tensor, "b m h e"], tree: Tree, levels: int | None = None) -> Float[Tensor, "b m"]:
     """Divergence of the scores of inner nodes from the attention to their tokens, mean over levels and heads.
 
-    0 where every score is right. The tokens' own keys get no gradient: they are the teacher. `levels` looks at so many
-    levels from the root; None at all.
+    0 where every score is right. The tokens' own keys get no gradient: they are the teacher.
+
+    Args:
+        q: queries as the search projects them, `tca.block.start(query)[1]`.
+        tree: the nodes that are taught.
+        levels: look at so many levels from the root; None looks at all.
     """
+    b, _, h, e = tree.keys.shape
+    check_tensor("q", q, "b m h e", b=b, h=h, e=e)
     plan = tree.plan
     depth = plan.depth if levels is None else min(levels, plan.depth)
     if not depth:

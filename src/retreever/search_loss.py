@@ -129,6 +129,7 @@ def _rewards(
     task: PerQuery, leaves: PerQuery, reward: PerQuery | None, full_reward: PerQuery | None, needs_full: bool
 ) -> tuple[PerQuery, PerQuery]:
     """The rewards that are given, or follow from the losses, without gradients."""
+    reward, full_reward = _as_floats(reward, task), _as_floats(full_reward, task)
     if reward is None:
         if full_reward is not None:
             reject("reward", "the rewards of the search, as full_reward is given", None)
@@ -140,6 +141,13 @@ def _rewards(
         full_reward = torch.zeros_like(reward)
     _check_per_query("full_reward", full_reward, task)
     return reward.detach().to(task.dtype), full_reward.detach().to(task.dtype)
+
+
+def _as_floats(reward: Tensor | None, task: Tensor) -> Tensor | None:
+    """Rewards that are right or wrong, or counts, as numbers."""
+    if not isinstance(reward, Tensor) or reward.dtype.is_floating_point or reward.is_complex():
+        return reward
+    return reward.to(task.dtype)
 
 
 def _check(

@@ -10,6 +10,7 @@ import torch
 
 from retreever import Batch, InputError, ObjectiveConfig, ReTreever, TransformerCA
 from retreever.train import TrainConfig, fit_staged
+from retreever.train.staged import teaching
 
 SIZES: dict[str, Any] = {"dim_x": 2, "dim": 16, "heads": 2, "hidden": 16, "encoder": "identity", "waves": 4}
 CONFIG = TrainConfig(steps=10, batch=2, lr=1e-3, warmup=2, evaluate_every=5)
@@ -71,6 +72,13 @@ def test_the_share_of_queries_over_all_leaves_changes_no_expectation(share: floa
     part = ReTreever.from_transformer_ca(model(), objective=replace(settings, share=share)).train()
     part.load_state_dict(found.state_dict())
     torch.testing.assert_close(part.loss(same), found.loss(same))
+
+
+def test_nodes_that_learn_for_a_budget_are_read_near_it_in_every_step() -> None:
+    found = ReTreever.from_transformer_ca(model(), objective=teaching(20))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [found.draws_for(batch(), generator).budget or 0 for _ in range(200)]
+    assert set(drawn) == set(range(11, 21)) and teaching(0).lambda_mass > 0 == teaching(20).lambda_mass
 
 
 def test_random_budgets_are_drawn_for_half_of_the_steps() -> None:

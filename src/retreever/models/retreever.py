@@ -89,7 +89,11 @@ class ReTreever(Model):
         """
         if not isinstance(model, TransformerCA):
             reject("model", "a TransformerCA", type(model).__name__)
-        settings = {**asdict(model.config), "correct": True, "mean_levels": 2, "log_count": True, "dropout": 0.0}
+        trained = asdict(model.config)
+        for name, wanted in fields.items():
+            if name in trained.keys() - {"dropout", "impl"} and wanted != trained[name]:
+                reject(name, f"{trained[name]!r}, as trained", repr(wanted))
+        settings = {**trained, "correct": True, "mean_levels": 2, "log_count": True, "dropout": 0.0}
         tree = cls(reward=reward, aggregator=aggregator, **settings | fields)
         tree.to(next(model.parameters()))
         found = tree.load_state_dict(model.state_dict(), strict=False)

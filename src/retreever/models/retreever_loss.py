@@ -48,7 +48,10 @@ def make_draws(model: ReTreever, batch: Batch, generator: torch.Generator) -> Dr
     objective, budget = c.objective, None
     if objective.budgets:
         draw = torch.rand(2, generator=generator, device=generator.device).tolist()
-        budget = 1 + int(draw[1] * objective.budgets) if draw[0] < 0.5 else None
+        if objective.lambda_rl:
+            budget = 1 + int(draw[1] * objective.budgets) if draw[0] < 0.5 else None
+        else:  # the nodes alone learn: near the budget they will be read with
+            budget = objective.budgets - int(draw[1] * objective.budgets / 2)
     if not (objective.detours and objective.lambda_rl):  # detours only train the search
         return Draws(noise, budget=budget)
     choices = draw_detours(b, m, depth, c.branch, objective.detours, generator, device)

@@ -1,9 +1,10 @@
 """The recipe for one's own data: train attention over all tokens, convert it, and train on with the tree.
 
 Attention over all tokens learns fastest, since every token is a signal for every query. Read through a tree of means it
-loses little under a budget of a few per cent of the tokens. The second stage teaches the nodes what attention knows
-(`mass_loss`). All other weights stay as they are, so that the reading of all tokens, and with it that of large budgets,
-is as good as before; training them on made it worse by half on fields of 512 points.
+loses little under a budget of a few per cent of the tokens. In the second stage the nodes learn, for one path
+by what attention knows (`mass_loss`), for a budget by the loss of the task. All other weights stay as they are, so that
+the reading of all tokens, and with it that of large budgets, is as good as before; training them on made it worse by
+half on fields of 512 points.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from retreever.models.retreever import ReTreever
 from retreever.models.retreever_loss import node_weights
 from retreever.models.transformer_ca import TransformerCA
 from retreever.objective import ObjectiveConfig
+from retreever.scaler import Scaled
 from retreever.train.config import TrainConfig
 from retreever.train.fitting import fit
 from retreever.train.protocols import Record, Task
@@ -27,32 +29,34 @@ TAUGHT = ObjectiveConfig(lambda_rl=0.0, lambda_mass=0.1, share=0.25)
 
 
 def fit_staged(
-    model: TransformerCA,
+    model: TransformerCA | Scaled,
     data: Task | Iterable[Any],
     config: TrainConfig | None = None,
     *,
     first: float = 0.9,
     budgets: int = 0,
     learn: Learn = "nodes",
-    objective: ObjectiveConfig = TAUGHT,
+    objective: ObjectiveConfig | None = None,
     tree: dict[str, Any] | None = None,
     **more: Any,
-) -> tuple[ReTreever, list[Record]]:
-    """Train `model`, convert it, train on; returns the model with a tree and the validation history of both stages.
+) -> tuple[Any, list[Record]]:
+    """Train `model`, convert it, train on; returns the `ReTreever` and the validation history of both stages.
 
     Args:
-        model: with attention over all tokens; it is trained in place.
+        model: with attention over all tokens, perhaps `Scaled`, as the result is then; it is trained in place.
         data: as `fit` takes them.
         config: of both stages together.
         first: share of the steps of the first stage; 1 ends with the conversion.
-        budgets: largest budget in the second stage, 5 % of the tokens for example; 0 trains one path.
+        budgets: the budget the model will be read with, 5 % of the tokens for example: the second stage reads between
+            half of it and all of it. 0 trains one path.
         learn: weights that the second stage trains: those of the "nodes", aggregator and correction, or "all".
-        objective: of the second stage.
+        objective: of the second stage, instead of `teaching(budgets)`.
         tree: further settings of `ReTreever.from_transformer_ca`.
         more: further arguments of `fit`.
     """
-    if not isinstance(model, TransformerCA):
-        reject("model", "a TransformerCA, to be trained first", type(model).__name__)
+    attention = model.model if isinstance(model, Scaled) else model
+    if not isinstance(attention, TransformerCA):
+        reject("model", "a TransformerCA, to be trained first", type(attention).__name__)
     check_number("first", first)
     check_choice("learn", learn, get_args(Learn))
     if not 0 < first <= 1:
@@ -62,14 +66,25 @@ def fit_staged(
         reject("folder", "None, as there are two stages; fit each by itself", more["folder"])
     steps = max(1, round(first * config.steps))
     history = fit(model, data, replace(config, steps=steps, warmup=min(config.warmup, steps)), **more)
-    found = ReTreever.from_transformer_ca(model, **{"objective": replace(objective, budgets=budgets), **(tree or {})})
+    chosen = teaching(budgets) if objective is None else replace(objective, budgets=budgets)
+    found = ReTreever.from_transformer_ca(attention, **{"objective": chosen, **(tree or {})})
+    whole = Scaled(found, model.scaler) if isinstance(model, Scaled) else found
     rest = config.steps - steps
     if rest:
         later = replace(config, steps=rest, lr=config.lr / 2, warmup=min(config.warmup, rest // 10))
         with nullcontext() if learn == "all" else nodes_alone(found):
-            records = fit(found, data, later, **more)
+            records = fit(whole, data, later, **more)
         history = [*history, *(replace(record, step=record.step + steps) for record in records)]
-    return found, history
+    return whole, history
+
+
+def teaching(budgets: int) -> ObjectiveConfig:
+    """Objective of the second stage: `mass_loss` for one path, the loss of the task alone for a budget.
+
+    On fields of 4,096 points, 81 of them read, the error was 1.03 times that of all tokens with the means, 1.17 times
+    with `mass_loss` and one path in half of the steps, and 1.01 times as here.
+    """
+    return replace(TAUGHT, budgets=budgets, lambda_mass=0.0) if budgets else TAUGHT
 
 
 @contextmanager
