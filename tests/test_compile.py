@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retreever import Batch, PerceiverIO, ReTreever, TransformerCA, TreeCrossAttention
+from retreever import BNP, CNP, NP, TNPD, Batch, PerceiverIO, ReTreever, TransformerCA, TreeCrossAttention
 from retreever.models.retreever import Draws
 
 TINY = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
@@ -70,6 +70,25 @@ def test_the_loss_of_retreever_compiles_whole_with_its_gradients() -> None:
         parts.total.backward()
         results.append([*parts, *(p.grad.clone() for p in model.parameters())])
     assert all(gap(one, two) <= 1e-5 for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", [ReTreever, NP, BNP])
+def test_losses_that_draw_compile_for_any_sizes(kind: type[nn.Module]) -> None:
+    model = kind(**TINY) if kind is ReTreever else kind(dim=16)
+    loss = torch.compile(model.loss, backend="eager", fullgraph=True, dynamic=True)
+    for b, n, m in ((2, 9, 4), (3, 17, 5)):
+        x, xt = torch.rand(b, n, 2), torch.rand(b, m, 2)
+        one = Batch(x[..., : model.config.dim_x], x[..., :1], xt[..., : model.config.dim_x], xt[..., :1])
+        assert loss(one).total.isfinite()
+
+
+@pytest.mark.parametrize("kind", [TransformerCA, CNP, TNPD])
+def test_a_loss_without_a_search_compiles_whole(kind: type[nn.Module]) -> None:
+    """Its parts share no memory: what a compiled function returns must not."""
+    model, data = kind(dim=16), points()
+    loss = compiled(model.loss)(data)
+    loss.total.backward()
+    assert gap(loss.task, loss.total) == 0 and gap(loss.total, model.loss(data).total) <= 1e-5
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

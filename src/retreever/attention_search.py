@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retreever.attention_build import TreeModule
+from retreever.checks import drawn_from
 from retreever.ops.frontier.api import Part, merge_parts, read_all
 from retreever.ops.search.api import TreeAttention, read_leaves, search
 from retreever.ops.search.inputs import SearchInputs
@@ -109,7 +110,7 @@ def _noise(q: Heads, tree: Tree | ShardedTree, decisions: Decisions) -> Tensor |
     """The noise given, or drawn."""
     if decisions.noise is not None or not decisions.sample:
         return decisions.noise
-    return torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, generator=decisions.generator)
+    return torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, **drawn_from(decisions.generator))
 
 
 def _split(budget: int | None, tree: Tree) -> tuple[int | None, int | None]:

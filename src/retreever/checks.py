@@ -7,6 +7,7 @@ are skipped while a graph is being compiled or captured, where values cannot be 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,11 @@ def check_any_real(argument: str, mask: Tensor) -> None:
     empty = mask.any(dim=-1).logical_not()
     if bool(empty.any()):
         reject(argument, "at least one real token in every row", f"{int(empty.sum())} rows with none")
+
+
+def drawn_from(generator: torch.Generator | None) -> dict[str, Any]:
+    """The argument of torch's random functions; `generator=None` cannot be compiled where shapes vary."""
+    return {} if generator is None else {"generator": generator}
 
 
 def find_device(name: str) -> torch.device:

@@ -57,7 +57,7 @@ class ObjectiveConfig:
         lambda_mass: weight of `mass_loss`, by which attention over all tokens teaches the search where to look. With it
             `lambda_rl` can be 0; then training takes the most likely paths, as prediction does.
         budgets: largest budget in training: every second step reads a random number of tokens up to this instead of one
-            path; 0 always reads what the model is set to.
+            path, or every step half of it to all of it where `lambda_rl` is 0; 0 always reads what the model is set to.
         share: of the queries for which all leaves are read too, and which train the search; fewer make steps faster.
     """
 
@@ -102,7 +102,8 @@ class Loss(NamedTuple):
     def only_task(cls, task: Float[Tensor, ""]) -> Loss:
         """The loss of a model without a search."""
         zero = torch.zeros_like(task).detach()
-        return cls(task, task.detach(), *(zero for _ in cls._fields[2:]))
+        alone = task.detach().clone()  # torch.compile cannot return two views of one tensor
+        return cls(task, alone, *(zero for _ in cls._fields[2:]))
 
 
 def reward_of(reward: Reward | RewardFunction, dist: Distribution, y: Shaped[Tensor, "b m *dy"]) -> PerQuery:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from retreever.batch import Batch
+from retreever.checks import drawn_from
 from retreever.models.base import Contexts, Mask, Targets, Values
 from retreever.models.neural_process import Encoded, NPConfig, all_points, build, read
 from retreever.models.sampled import Noise, SampledProcess
@@ -55,7 +56,7 @@ class BNP(SampledProcess):
     def _noise(self, xc: Contexts, samples: int, generator: torch.Generator | None = None) -> Noise:
         device = xc.device if generator is None else generator.device
         shape = (xc.shape[0], 2, samples, xc.shape[1])
-        return Noise(torch.rand(shape, generator=generator, device=device).to(xc.device))
+        return Noise(torch.rand(shape, device=device, **drawn_from(generator)).to(xc.device))
 
     def _sampled(self, xc: Contexts, yc: Values, mask: Mask, noise: Tensor) -> Encoded:
         order = own_order(xc, yc, mask)  # the same noise takes the same points whatever order they are given in

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal, kl_divergence
 
 from retreever.batch import Batch
+from retreever.checks import drawn_from
 from retreever.models.base import Contexts, Mask, Targets, Values
 from retreever.models.neural_process import Encoded, NPConfig, all_points, build, read
 from retreever.models.sampled import Noise, SampledProcess
@@ -35,7 +36,7 @@ class NP(SampledProcess):
     def _noise(self, xc: Contexts, samples: int, generator: torch.Generator | None = None) -> Noise:
         device = xc.device if generator is None else generator.device
         shape = (xc.shape[0], samples, self.config.dim)
-        return Noise(torch.randn(shape, generator=generator, device=device, dtype=xc.dtype).to(xc.device))
+        return Noise(torch.randn(shape, device=device, dtype=xc.dtype, **drawn_from(generator)).to(xc.device))
 
     def _sampled(self, xc: Contexts, yc: Values, mask: Mask, noise: Tensor) -> Encoded:
         latents = _drawn(self.latent_given(xc, yc, mask), noise)
