@@ -39,6 +39,7 @@ from retreever.lab.bench.options_models import (
     OptimiseBench,
     RivalsBench,
     SeriesBench,
+    StepsBench,
 )
 from retreever.lab.commands import group, one_of
 from retreever.lab.data import Data
@@ -51,7 +52,7 @@ from retreever.lab.recipes.options import train_commands
 ABOUT = "Tree Cross Attention: cross attention that reads O(log n) tokens."
 BENCHES = (
     AttentionBench, BanditBench, BudgetsBench, BuildBench, EncodeBench, GrowBench, ExportBench, JobsBench, MemoryBench,
-    ModelsBench, OptimiseBench, RivalsBench, ScaleBench, SeriesBench, ShardedBench, TrainBench,
+    ModelsBench, OptimiseBench, RivalsBench, ScaleBench, SeriesBench, ShardedBench, StepsBench, TrainBench,
 )  # fmt: skip
 Bench = group(
     "Measure speed, memory and scores on this machine; each leaves a table, JSON and a figure.",
@@ -147,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         return _fail(f"{error.filename or 'output'}: cannot be read or written: {error.strerror or error}", 2)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        if not isinstance(error, MemoryError) and not re.search("out of memory|allocate memory", str(error)):
             raise
         return _fail(f"out of memory: {str(error).partition(chr(10))[0]}", 2)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from retreever.lab.bench.build import build_rows, matrix_products
 from retreever.lab.bench.figures import BUDGET, BUILD, FULL, PERCEIVER, PRODUCTS, REFERENCE, TREE
 from retreever.lab.bench.memory import growth, peak_bytes
 from retreever.lab.bench.options import AttentionBench, BenchOptions, BuildBench, GrowBench, MemoryBench, TrainBench
-from retreever.lab.bench.options_models import ModelsBench
+from retreever.lab.bench.options_models import ModelsBench, StepsBench
 from retreever.lab.bench.paper import PUBLISHED
 from retreever.lab.bench.report import Run
 from retreever.lab.bench.timing import Timing
@@ -41,6 +41,7 @@ BENCHES: dict[str, Callable[[Path], BenchOptions]] = {
     "grow": lambda out: GrowBench(out=out, n=(9, 32), stream=70, dim=8, heads=2, **TINY),
     "memory": lambda out: MemoryBench(out=out, n=(8, 32), m=(2,), dim=8, heads=2, **TINY),
     "models": lambda out: ModelsBench(out=out, tasks=("gp",), contexts=2, targets=3, quick=True, **TINY),
+    "steps": lambda out: StepsBench(out=out, n=(32, 9), queries=3, dim=8, **TINY),
     "train": lambda out: TrainBench(out=out, tasks=("copy", "emnist"), n=8, batch=2, data=out / "none", **TINY),
 }
 
@@ -75,6 +76,7 @@ def test_every_benchmark_covers_its_methods(result: dict[str, Any]) -> None:
         "grow": {"append", "append, means", "rebuild", "rebuild, means", "fold", "fold, means", "encode again"},
         "memory": {TREE, "all tokens, cached", "all tokens, raw"},
         "models": {"predict", "answer", "predict, plain torch"},
+        "steps": {"all tokens", "tree from scratch", "nodes of a tree", "nodes of a tree of 8"},
         "train": {CROSS, PLAIN, SEARCH},
     }
     assert methods >= expected[result["benchmark"]]

@@ -143,6 +143,8 @@ class BanditBench(BenchOptions):
     """Players of every model; they see the same contexts in different orders."""
     window: int = 512
     """Plays a model is given, the last ones; as many as it was trained with. 0 gives all."""
+    budget: int | None = None
+    """Let trees play a second time with so many tokens per query, and attention over all tokens converted to a tree."""
 
     name: ClassVar[str] = "bandit"
 
@@ -161,3 +163,21 @@ class JobsBench(BenchOptions):
     """Keep the rows of an earlier run in the same folder, and train what is missing."""
 
     name: ClassVar[str] = "jobs"
+
+
+@dataclass(frozen=True)
+class StepsBench(BenchOptions):
+    """Time of a training step on long contexts: attention over all tokens, and the ways to train a tree."""
+
+    seconds: float = 60.0
+    """Longest time for one row; slow methods get fewer samples, fast ones keep theirs."""
+    n: tuple[int, ...] = (512, 4096, 65536)
+    """Context points."""
+    queries: int = 64
+    """Queries of a step."""
+    contexts: int = 1
+    """Contexts of a step."""
+    dim: int = 32
+    """Width of the tokens; layers in between are twice as wide."""
+
+    name: ClassVar[str] = "steps"

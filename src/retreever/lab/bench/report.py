@@ -16,7 +16,7 @@ from rich.console import Console
 from retreever.arguments import check_int, reject
 from retreever.checks import find_device
 from retreever.errors import BackendError, InputError
-from retreever.files import write_text
+from retreever.files import make_folder, os_errors, write_text
 from retreever.lab.bench.figures import readable
 from retreever.lab.bench.machine import WAIT_ADVICE, describe, load_average, machine
 from retreever.lab.bench.options import BenchOptions
@@ -26,6 +26,12 @@ from retreever.lab.tables import Table
 Row = dict[str, Any]
 Rows = list[Row]
 _ENDINGS = ("json", "md", "png")
+
+
+def check_different(argument: str, values: Sequence[object]) -> None:
+    """There must be values, and all different: equal ones would count twice."""
+    if not values or len(set(values)) < len(values):
+        reject(argument, "at least one value, all different", " ".join(map(str, values)) or "none")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Run:
         taken = [str(run.file(ending)) for ending in _ENDINGS if run.file(ending).exists()]
         if taken and not options.overwrite:
             raise InputError(f"out: expected no earlier results, got {', '.join(taken)} (--overwrite replaces them)")
+        with os_errors(options.out, "cannot be written"):
+            make_folder(options.out)
         torch.manual_seed(0)
         return run
 
