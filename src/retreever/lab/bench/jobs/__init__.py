@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, stdev
-from typing import Any
 
-from retreever.arguments import check_choice, reject
+from retreever.arguments import check_choice, check_int, check_number, reject
 from retreever.errors import BackendError
 from retreever.lab.bench.jobs.co2 import Gaps
 from retreever.lab.bench.jobs.jobs import Digits, Field, Job, Nearest, Photo
 from retreever.lab.bench.jobs.tables import draw_jobs, job_tables
-from retreever.lab.bench.jobs.training import measured, readings, rivals
+from retreever.lab.bench.jobs.training import ALL, measured, readings, rivals
 from retreever.lab.bench.machine import describe
 from retreever.lab.bench.options_models import JOBS, JobsBench
-from retreever.lab.bench.report import Row, Rows, Run
+from retreever.lab.bench.report import Row, Rows, Run, check_different
 
+MEANS = ("likelihood", "tokens", "us", "steps")
 MAKERS: dict[str, Callable[[], Job]] = {
     **{f"fields-{n}": partial(Field, n) for n in (512, 4096, 65536)},
     "nearest": Nearest,
@@ -33,8 +33,12 @@ def measure(options: JobsBench) -> None:
     """Run the benchmark and write its files. Weights are float32 on every device."""
     for name in options.only:
         check_choice("only", name, JOBS)
-    if not options.seeds:
-        reject("seeds", "at least one seed", options.seeds)
+    check_different("seeds", options.seeds)
+    for seed in options.seeds:
+        check_int("seeds", seed, 0)
+    check_number("seconds", options.seconds)
+    if options.resume and options.overwrite:
+        reject("resume", "either resume or overwrite", "both")
     seconds = min(options.seconds, 1.0) if options.quick else options.seconds
     overwrite = options.overwrite or options.resume
     run = Run.start("jobs", replace(options, dtype="float32", overwrite=overwrite, seconds=seconds))
@@ -57,12 +61,18 @@ def earlier(run: Run) -> Rows:
     """Rows that an earlier run has left in the same folder, on the same machine and with the same time of training."""
     if not run.file("json").exists():
         return []
-    saved = json.loads(run.file("json").read_text(encoding="utf-8"))
     wanted = {"machine": describe(run.machine), "seconds": run.options.seconds}
-    found = {"machine": describe(saved["machine"]), "seconds": saved["options"]["seconds"]}
+    try:
+        saved = json.loads(run.file("json").read_text(encoding="utf-8"))
+        found = {"machine": describe(saved["machine"]), "seconds": saved["options"]["seconds"]}
+        rows: Rows = list(saved["rows"])
+        if not all(row["job"] in JOBS and (row["seed"] is None or row["seed"] >= 0) for row in rows):
+            raise ValueError("rows of other jobs")
+        summary(rows)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reject("resume", f"results of an earlier run in {run.file('json')}", f"{type(error).__name__}: {error}")
     if found != wanted:
         reject("resume", f"an earlier run with {wanted}", found)
-    rows: Rows = saved["rows"]
     return rows
 
 
@@ -74,15 +84,15 @@ def add_rows(run: Run, job: Job, seeds: tuple[int, ...], rows: Rows) -> None:
     known = {(row["job"], row["trained"], row["seed"]) for row in rows}
     for name, answer in job.usual().items():
         if (job.name, name, None) not in known:
-            score = job.total([job.error(answer(batch), batch) for batch in tests])
-            rows.append({**where, "method": name, "trained": name, "seed": None, "score": score})
+            found = job.judged([answer(batch) for batch in tests], tests)
+            rows.append({**where, "method": name, "trained": name, "seed": None, **found})
     for method, make in rivals(job, n).items():
         for seed in seeds:
             if (job.name, method, seed) in known:
                 continue
             trained = make(run.options.seconds, seed, run.device)
             for name, model, reading in readings(method, trained, job, n):
-                found: dict[str, Any] = measured(model, job, tests, run.device, **reading)
+                found = measured(model, job, tests, run.device, **reading)
                 steps = {"trained": method, "seed": seed, "steps": trained.steps}
                 rows.append({**where, "method": name, **steps, **found})
                 note = f"{found['score']:.4g}, {found['tokens']:.0f} tokens, {trained.steps} steps"
@@ -97,9 +107,12 @@ def summary(rows: Rows) -> Rows:
         groups.setdefault((row["job"], row["method"]), []).append(row)
     means: Rows = []
     for group in groups.values():
-        scores = [row["score"] for row in group]
+        scores, seeds = [row["score"] for row in group], {row["seed"] for row in group}
+        of_all = [row["score"] for row in groups.get((group[0]["job"], ALL), []) if {row["seed"], None} & seeds]
         mean: Row = {name: group[0][name] for name in ("job", "n", "measure", "smaller", "method")}
         mean |= {"score": fmean(scores), "std": stdev(scores) if len(scores) > 1 else None, "seeds": len(scores)}
-        mean |= {name: fmean(row[name] for row in group) for name in ("tokens", "us", "steps") if name in group[0]}
+        mean |= {name: fmean(row[name] for row in group) for name in MEANS if name in group[0]}
+        if len(of_all) >= len(scores) and any(of_all):  # of the same seeds
+            mean["ratio"] = mean["score"] / fmean(of_all)
         means.append(mean)
     return means

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.distributions import Distribution
 
 from retreever.batch import Batch
 from retreever.errors import BackendError
 from retreever.lab.bench.rivals.fields import draw_fields
+from retreever.nn.heads import log_likelihood
 from retreever.tasks.seeds import stream
 
-Answer = Callable[[Batch], Tensor]  # predictions (b, m, out), or classes (b, m)
+Found = Tensor | Distribution  # predictions (b, m, out), or classes (b, m)
+Answer = Callable[[Batch], Found]
+AT_ONCE, PART = 16_384, 4_096  # points of a training batch; points of most training fields where a field has more
 
 
 class Job(ABC):
@@ -31,6 +34,8 @@ class Job(ABC):
         fields: settings of the models.
         budget: share of the tokens that the tree may read in its middle row.
         rate: largest learning rate.
+        unit: what a value of 1 stands for.
+        densities: whether the likelihood of predictions is given, too.
     """
 
     name: str
@@ -40,6 +45,8 @@ class Job(ABC):
     fields: dict[str, Any]
     budget: float = 0.1
     rate: float = 2e-3
+    unit: float = 1.0
+    densities: ClassVar[bool] = False
 
     @abstractmethod
     def sample(self, size: int, generator: torch.Generator, test: bool = False) -> Batch:
@@ -59,13 +66,28 @@ class Job(ABC):
 
     def error(self, found: Tensor, batch: Batch) -> tuple[float, int]:
         """Sum of squared errors over real targets, and how many there are."""
-        squares = (found - batch.yt).square().mean(dim=-1)
-        real = torch.ones_like(squares, dtype=torch.bool) if batch.target_mask is None else batch.target_mask
-        return float(squares[real].sum()), int(real.sum())
+        squares = (found - batch.yt).square().mean(dim=-1)[_real(batch)]
+        return float(squares.sum()), squares.numel()
 
     def total(self, parts: list[tuple[float, int]]) -> float:
         """The score of all test batches."""
-        return math.sqrt(sum(part for part, _ in parts) / sum(count for _, count in parts))
+        return self.unit * math.sqrt(sum(part for part, _ in parts) / sum(count for _, count in parts))
+
+    def judged(self, found: Sequence[Found], tests: Sequence[Batch]) -> dict[str, float]:
+        """The score of the answers to all test batches, and the mean log-likelihood of a target where it is wanted."""
+        values = [self.value(one) if isinstance(one, Distribution) else one for one in found]
+        errors = [self.error(value.cpu(), batch) for value, batch in zip(values, tests, strict=True)]
+        judged = {"score": self.total(errors)}
+        dists = [(one, batch) for one, batch in zip(found, tests, strict=True) if isinstance(one, Distribution)]
+        if self.densities and dists:
+            parts = [log_likelihood(dist, batch.yt.to(dist.mean))[_real(batch)] for dist, batch in dists]
+            judged["likelihood"] = float(torch.cat(parts).mean()) - math.log(self.unit)
+        return judged
+
+
+def _real(batch: Batch) -> Bool[Tensor, "b m"]:
+    """Which targets are real."""
+    return torch.ones(batch.xt.shape[:2], dtype=torch.bool) if batch.target_mask is None else batch.target_mask
 
 
 class Classes(Job):
@@ -88,18 +110,24 @@ class Classes(Job):
 
 
 class Field(Job):
-    """A noisy 2-D field: the value without noise at 64 places, from n points."""
+    """A noisy 2-D field: the value without noise at 64 places, from n points.
+
+    Seven of eight training batches of a larger field have 4,096 points.
+    """
 
     def __init__(self, n: int) -> None:
         self.name, self.n = f"fields-{n}", n
-        self.batch = max(1, min(8, 16_384 // n))
+        self.batch = max(1, min(8, AT_ONCE // n))
         self.budget = 0.1 if n <= 1024 else 0.02
         self.fields = {"dim_x": 2, "dim": 32, "hidden": 64, "encoder": "identity", "head": "point", "waves": 32}
         self.fields |= {"frequency": 9.0}
 
     def sample(self, size: int, generator: torch.Generator, test: bool = False) -> Batch:
         """Fresh fields."""
-        return Batch(*draw_fields(size, self.n, 64, generator, torch.device("cpu")))
+        n = self.n
+        if n > PART and not test and torch.rand((), generator=generator) < 7 / 8:
+            size, n = AT_ONCE // PART, PART
+        return Batch(*draw_fields(size, n, 64, generator, torch.device("cpu")))
 
     def usual(self) -> dict[str, Answer]:
         """The mean of the nearest points, as many as did best on training fields."""
@@ -136,7 +164,7 @@ class Nearest(Classes):
 class Digits(Classes):
     """Digits of scikit-learn as sets of their 64 pixels; 1,297 for training, 500 for testing."""
 
-    name, budget = "digits", 0.3
+    name, budget, rate = "digits", 0.3, 1e-3
 
     def __init__(self) -> None:
         images, labels = sklearn_data("load_digits", return_X_y=True)

@@ -16,22 +16,15 @@ def job_tables(run: Run, found: Rows, left: Mapping[str, str]) -> list[Table]:
     tables, seconds = [], run.options.seconds
     for job in dict.fromkeys(row["job"] for row in found):
         rows = [row for row in found if row["job"] == job]
-        full = next((row["score"] for row in rows if row["method"] == ALL), None)
         better = "smaller is better" if rows[0]["smaller"] else "larger is better"
         title = f"{job}: {rows[0]['measure']} ({better}), {rows[0]['n']:,} tokens, {seconds:g} s of training"
-        columns = (
-            "method",
-            rows[0]["measure"],
-            "/ all tokens",
-            "tokens read",
-            "of all",
-            "us a query",
-            "steps",
-            "seeds",
-        )
-        tables.append(Table(title, columns, tuple(_line(row, full) for row in rows)))
+        dense = any("likelihood" in row for row in rows)
+        measures = (rows[0]["measure"], "/ all tokens", *(["log-likelihood"] if dense else []))
+        columns = ("method", *measures, "tokens read", "of all", "us a query", "steps", "seeds")
+        tables.append(Table(title, columns, tuple(_line(row, dense) for row in rows)))
     notes = (
         "mean ± standard deviation over seeds; data are made outside the time of training",
+        f"/ {ALL}: over the same seeds",
         f"{ALL}: cross attention as nn.MultiheadAttention computes it; us a query: contexts prepared",
         *(f"left out: {name}: {reason}" for name, reason in left.items()),
         run.footer(),
@@ -40,14 +33,15 @@ def job_tables(run: Run, found: Rows, left: Mapping[str, str]) -> list[Table]:
     return [*tables[:-1], Table(last.title, last.columns, last.rows, notes)]
 
 
-def _line(row: Row, full: float | None) -> tuple[Cell, ...]:
+def _line(row: Row, likelihood: bool) -> tuple[Cell, ...]:
     digits = 4 if row["smaller"] else 1
-    ratio = f"{row['score'] / full:.2f}" if full else None
+    ratio = f"{row['ratio']:.2f}" if "ratio" in row else None
     tokens = row.get("tokens")
     return (
         row["method"],
         plus_minus(row["score"], row["std"], digits),
         ratio,
+        *([f"{row['likelihood']:.3f}" if "likelihood" in row else None] if likelihood else []),
         None if tokens is None else f"{tokens:,.0f}",
         None if tokens is None else percent(tokens / row["n"], 2),
         quantity(row.get("us")),
