@@ -27,11 +27,21 @@ def test_contexts_fill_the_disc_evenly() -> None:
 
 
 def test_training_hides_half_of_the_rewards_and_targets_none() -> None:
-    batch = WheelTask().sample(4, WheelTask().training(0)).validate()
-    assert batch.xc.shape == (4, CONTEXT, 2) and batch.yt.shape == (4, TARGETS, ARMS)
+    task, generator = WheelTask(), WheelTask().training(0)
+    batch = max((task.sample(4, generator).validate() for _ in range(9)), key=lambda batch: batch.xc.shape[1])
+    assert CONTEXT / 2 < batch.xc.shape[1] <= CONTEXT and batch.yt.shape == (4, TARGETS, ARMS)
     safe = (batch.yc[..., 0] - 1.2).abs() < 0.25
     assert 0.5 < float(safe.float().mean()) < 0.65  # noise lies there too, at times
     assert bool(((batch.yt[..., 0] - 1.2).abs() < 0.3).all())
+
+
+def test_padded_problems_hold_as_many_contexts_as_were_drawn_and_no_noise_in_targets() -> None:
+    task, generator = WheelTask(context=40), torch.Generator().manual_seed(0)
+    n, m, room = task.draw_sizes(generator)
+    batch = task.sample_padded(3, generator, torch.tensor([n, m]), room).validate()
+    assert batch.xc.shape == (3, 40, 2) and batch.context_mask.sum(dim=1).tolist() == [n, n, n]
+    assert bool(batch.target_mask.all()) and bool(((batch.yt[..., 0] - 1.2).abs() < 0.3).all())
+    assert {task.sample(1, generator).xc.shape[1] for _ in range(400)} == set(range(1, 41))
 
 
 def test_the_best_player_has_no_regret_and_a_fixed_arm_all_of_it() -> None:

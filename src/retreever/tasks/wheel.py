@@ -18,8 +18,8 @@ from torch.distributions import Distribution
 
 from retreever.arguments import check_int, reject
 from retreever.batch import Batch
-from retreever.tasks.padding import Room, Sizes
-from retreever.tasks.seeds import stream
+from retreever.tasks.padding import Room, Sizes, divide
+from retreever.tasks.seeds import integer, stream
 
 ARMS, LARGE, SAFE, OTHER = 5, 50.0, 1.2, 1.0
 NOISE, NOISE_LARGE = 0.05, 0.01
@@ -55,9 +55,10 @@ def draw_rewards(means: Rewards, generator: torch.Generator) -> Rewards:
 
 @dataclass(frozen=True)
 class WheelTask:
-    """Problems with delta uniform in [0, 1): 512 contexts, half of whose rewards are noise, and 50 targets.
+    """Problems with delta uniform in [0, 1): 1 to 512 contexts, half of whose rewards are noise, and 50 targets.
 
-    Every batch has fresh problems; the published code trains on eight fixed ones.
+    Every batch has fresh problems, all with as many contexts; the published code trains on eight fixed problems of 512
+    contexts, and a player begins with one.
     """
 
     context: int = CONTEXT
@@ -70,21 +71,29 @@ class WheelTask:
     def sample(self, size: int, generator: torch.Generator, device: torch.device | str = "cpu") -> Batch:
         """`size` fresh problems."""
         check_int("size", size, 1)
-        where: dict[str, Any] = {"generator": generator, "device": generator.device}
-        x = points_in_disc(size, self.context + TARGETS, generator)
-        y = draw_rewards(mean_rewards(x, torch.rand(size, 1, **where)), generator)
-        xc, yc = x[:, : self.context], y[:, : self.context]
-        known = torch.rand(yc.shape, **where) >= HIDDEN
-        yc = torch.where(known, yc, torch.randn(yc.shape, **where))
-        return Batch(xc, yc, x[:, self.context :], y[:, self.context :]).to(device)
+        n = self.draw_sizes(generator).n
+        x, y = self._problems(size, n, n, generator)
+        return Batch(x[:, :n], y[:, :n], x[:, n:], y[:, n:]).to(device)
 
     def draw_sizes(self, generator: torch.Generator) -> Sizes:
-        """All problems are of one size."""
-        return Sizes(self.context, TARGETS, Room(self.context, TARGETS))
+        """Numbers of contexts and targets, and the room they need."""
+        return Sizes(integer(1, self.context + 1, generator), TARGETS, Room(self.context, TARGETS))
 
-    def sample_padded(self, size: int, generator: torch.Generator, sizes: Tensor, room: Room) -> Batch:
-        """Same as `sample`, on the generator's device."""
-        return self.sample(size, generator, generator.device)
+    def sample_padded(self, size: int, generator: torch.Generator, sizes: Int[Tensor, " 2"], room: Room) -> Batch:
+        """Same as `sample`, on the generator's device, padded to `room` and masked."""
+        x, y = self._problems(size, room.context, sizes[0], generator)
+        return divide(x, y, sizes[0], sizes[1], room)
+
+    def _problems(
+        self, size: int, room: int, n: int | Int[Tensor, ""], generator: torch.Generator
+    ) -> tuple[Points, Rewards]:
+        """Points and rewards, of the first `n` points as players know them."""
+        where: dict[str, Any] = {"generator": generator, "device": generator.device}
+        x = points_in_disc(size, room + TARGETS, generator)
+        y = draw_rewards(mean_rewards(x, torch.rand(size, 1, **where)), generator)
+        asked = torch.arange(x.shape[1], device=x.device)[:, None] >= n
+        known = asked | (torch.rand(y.shape, **where) >= HIDDEN)
+        return x, torch.where(known, y, torch.randn(y.shape, **where))
 
     def training(self, seed: int) -> torch.Generator:
         """The generator of the training problems of `seed`."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from retreever.arguments import check_int
+from retreever.arguments import check_int, reject
 from retreever.errors import BackendError
 from retreever.lab.bench import figures
 from retreever.lab.bench.machine import describe
 from retreever.lab.bench.options_models import OptimiseBench
-from retreever.lab.bench.report import Row, Rows, Run
-from retreever.lab.recipes.command import load_run
+from retreever.lab.bench.report import Row, Rows, Run, check_different
+from retreever.lab.recipes.command import load_run, names_of
 from retreever.lab.tables import Table
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
@@ -34,6 +34,7 @@ def measure(options: OptimiseBench) -> None:
     """Run the benchmark and write its files. Weights are float32 on every device."""
     check_int("functions", options.functions, 2)
     check_int("steps", options.steps, 1)
+    check_different("kernels", options.kernels)
     run = Run.start("optimise", replace(options, dtype="float32", runs=()))
     rows: Rows = []
     for kernel in options.kernels:
@@ -47,8 +48,10 @@ def measure(options: OptimiseBench) -> None:
 def predictors(run: Run, options: OptimiseBench, functions: Functions) -> Iterator[tuple[str, Predict]]:
     """Names of everything compared, and how each predicts."""
     models: dict[str, Model] = {"ReTreever": load_pretrained("gp")}
-    for path in options.runs:
-        models[path.name] = load_run(path)[1].eval()
+    for name, path in names_of(options.runs).items():
+        models[name] = load_run(path)[1].eval()
+        if (models[name].config.dim_x, models[name].config.out) != (1, 1):
+            reject("runs", "models of functions of one number", path)
     for name, model in models.items():
         model.to(run.device)
         yield name, partial(predict_with, model, None)

@@ -229,6 +229,14 @@ def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
     return recipe, model, step
 
 
+def names_of(runs: Sequence[Path]) -> dict[str, Path]:
+    """Run folders by name; two of one name could not be told apart in a table."""
+    names = {path.resolve().name: path for path in runs}
+    if len(names) < len(runs):
+        reject("runs", "folders of different names", " ".join(map(str, runs)))
+    return names
+
+
 def evaluate_run(run: Path, checkpoint: str, data: Path | None, device: str, budget: int | None = None) -> None:
     """Print the test scores of a run's best or newest weights."""
     recipe, model, steps = load_run(run, checkpoint)

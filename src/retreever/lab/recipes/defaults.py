@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Values] = {
         "steps": 6_000, "batch": 64, "lr": 1e-3, "warmup": 500, "evaluate_every": 500, "save_every": 500,
     },
     "wheel": {
-        "dim": 16, "layers": 4, "hidden": 64, "steps": 100_000, "batch": 8, "lr": 5e-4, "warmup": 1_000,
+        "dim": 16, "layers": 4, "hidden": 64, "steps": 100_000, "batch": 8, "lr": 2e-3, "warmup": 1_000,
         "evaluate_every": 5_000, "save_every": 5_000,
     },
 }  # fmt: skip

@@ -120,7 +120,7 @@ def make_neural_process(model: ModelSettings, task_fields: dict[str, Any], depth
     if model.latents:
         sizes |= {"latents": model.latents, "block_latents": model.latents}
     if issubclass(config, NPConfig):
-        sizes |= {**depths, "head": "floored"}
+        sizes |= {**depths, "head": "floored", "heads": NPConfig.heads}
     settings: Any = {name: value for name, value in {**task_fields, **sizes}.items() if name in known}
     build: Any = kind
     return build(config(**settings))

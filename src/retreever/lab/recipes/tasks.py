@@ -196,7 +196,7 @@ class WheelSettings(TaskSettings):
 
     name: ClassVar[str] = "wheel"
     models: ClassVar[tuple[str, ...]] = POINT_MODELS + NEURAL_PROCESSES
-    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 5, "head": "floored"}
+    model_fields: ClassVar[dict[str, Any]] = {"dim_x": 2, "dim_y": 5, "head": "floored", "heads": 1}
     depths: ClassVar[dict[str, int]] = {"pre_depth": 5, "post_depth": 3, "value_depth": 5, "key_depth": 3}
     context: ClassVar[int] = 512
 
