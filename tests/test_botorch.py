@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -130,12 +131,50 @@ def test_mixtures_of_functions_are_matched_by_their_moments() -> None:
     assert to_botorch(NP(dim=16), x, y).posterior(x).variance.min() > 0
 
 
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        (torch.zeros(2, 2), r"X: expected shape \(..., n, 1\), not empty, got \(2, 2\)"),
+        (torch.zeros(2), "X: expected shape"),
+        (torch.zeros(0, 1), "X: expected shape"),
+        ([0.0], "X: expected shape .* got list"),
+        (torch.zeros(2, 1, dtype=torch.int64), "X: expected a floating point dtype"),
+    ],
+)
+def test_points_that_do_not_fit_are_named(points: Any, said: str) -> None:
+    x, y = observed()
+    model = to_botorch(a_model(), x, y)
+    with pytest.raises(InputError, match=f"^{said}"):
+        model.posterior(points)
+    with pytest.raises(InputError, match=r"^Y: expected shape \(..., 2, 1\), not empty, got"):
+        model.condition_on_observations(x[:2], y[:3])
+    with pytest.raises(InputError, match=r"^output_indices: expected indices of 1 outputs"):
+        model.posterior(x, output_indices=[7])
+    with pytest.raises(InputError, match=r"^X: expected a batch that goes with \(3,\)"):
+        to_botorch(a_model(), x.expand(3, -1, -1), y.expand(3, -1, -1)).posterior(x.expand(2, -1, -1))
+
+
+def test_a_transform_that_is_used_again_leaves_earlier_models_alone() -> None:
+    x, y = observed()
+    shared = Standardize(m=1)
+    model = to_botorch(a_model(), x, y, shared)
+    before = model.posterior(x).mean
+    to_botorch(a_model(), x, 100 * y, shared)
+    assert torch.equal(model.posterior(x).mean, before)
+
+
 def test_what_does_not_fit_is_named() -> None:
     x, y = observed()
-    with pytest.raises(InputError, match=r"train_X: expected shape \(..., n, 1\), got \(5, 2\)"):
+    with pytest.raises(InputError, match=r"train_X: expected shape \(..., n, 1\), not empty, got \(5, 2\)"):
         to_botorch(a_model(), x.expand(-1, 2), y)
     with pytest.raises(InputError, match=r"train_Y: expected shape \(5, 1\), got \(4, 1\)"):
         to_botorch(a_model(), x, y[1:])
+    with pytest.raises(InputError, match=r"train_Y: expected finite values"):
+        to_botorch(a_model(), x, y / 0)
+    with pytest.raises(InputError, match=r"train_X: expected shape \(..., n, 1\), not empty, got \(0, 1\)"):
+        to_botorch(a_model(), x[:0], y[:0])
+    with pytest.raises(InputError, match=r"model: expected a model of points with a Gaussian head, got .* head point"):
+        to_botorch(ReTreever(head="point", dim=16, layers=0), x, y)
     with pytest.raises(InputError, match="model: expected a model of points"):
         to_botorch(a_model(head="categorical", outputs=3), x, y)
 

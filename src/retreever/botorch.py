@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retreever.arguments import reject
-from retreever.checks import check_float, check_tensor
+from retreever.checks import check_finite, check_float, check_tensor
 from retreever.errors import BackendError
 from retreever.models.base import Model
 
@@ -48,7 +48,7 @@ def to_botorch(
             to the scale the model was trained on.
     """
     _check(model, train_X, train_Y)
-    return ContextModel(deepcopy(model), train_X, train_Y, outcome_transform)  # BoTorch changes its dtype
+    return ContextModel(deepcopy(model), train_X, train_Y, deepcopy(outcome_transform))  # BoTorch changes its dtype
 
 
 class ContextModel(BotorchModel, FantasizeMixin):
@@ -96,6 +96,9 @@ class ContextModel(BotorchModel, FantasizeMixin):
         posterior_transform: Any | None = None,
     ) -> Posterior:
         """Independent normals at the points `X`: q points and m outputs for every element of the batch."""
+        self._check_points(X)
+        if output_indices is not None and (not output_indices or {*output_indices} - {*range(self.num_outputs)}):
+            reject("output_indices", f"indices of {self.num_outputs} outputs", output_indices)
         mean, variance = self._moments(X)
         found: Posterior = GPyTorchPosterior(_normal(mean, variance))
         if hasattr(self, "outcome_transform"):
@@ -113,6 +116,8 @@ class ContextModel(BotorchModel, FantasizeMixin):
         **_: Any,
     ) -> ContextModel:
         """The model with further observations; batch shapes are broadcast, as those of fantasies."""
+        self._check_points(X)
+        _check_values("Y", Y, X.shape[-2], self.num_outputs)
         old_x, old_y = self.train_inputs[0], self.train_targets
         batch = torch.broadcast_shapes(X.shape[:-2], Y.shape[:-2], self.batch_shape)
         x, y = (
@@ -124,6 +129,14 @@ class ContextModel(BotorchModel, FantasizeMixin):
             more.outcome_transform = self.outcome_transform
             more._values = self.outcome_transform(y)[0]
         return more
+
+    def _check_points(self, x: Tensor) -> None:
+        """Points must have the width of the observations, and batches that go with theirs."""
+        _check_values("X", x, "n", self.train_inputs[0].shape[-1])
+        try:
+            torch.broadcast_shapes(x.shape[:-2], self.batch_shape)
+        except RuntimeError:
+            reject("X", f"a batch that goes with {tuple(self.batch_shape)}, that of the observations", tuple(x.shape))
 
     def _moments(self, x: Float[Tensor, "*batch q d"]) -> tuple[Tensor, Tensor]:
         """Means and variances (*batch, q, m). All points of a context are answered in one call."""
@@ -160,16 +173,26 @@ class ContextModel(BotorchModel, FantasizeMixin):
 
 
 def _check(model: Model, x: Tensor, y: Tensor) -> None:
-    if not isinstance(model, Model) or model.config.inputs != "points" or model.config.head == "categorical":
-        reject("model", "a model of points with a Gaussian head", type(model).__name__)
-    for name, value, width in (("train_X", x, model.config.dim_x), ("train_Y", y, model.config.out)):
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[-1] != width:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            reject(name, f"shape (..., n, {width})", got)
-        check_float(name, value)
+    if not isinstance(model, Model):
+        reject("model", "a model of this package", type(model).__name__)
+    if (inputs := model.config.inputs) != "points" or model.config.head in ("categorical", "point"):
+        reject("model", "a model of points with a Gaussian head", f"inputs {inputs} and head {model.config.head}")
+    _check_values("train_X", x, "n", model.config.dim_x)
+    _check_values("train_Y", y, "n", model.config.out)
     if x.shape[:-1] != y.shape[:-1]:
         reject("train_Y", f"shape {(*x.shape[:-1], y.shape[-1])}", tuple(y.shape))
+    check_finite("train_X", x)
+    check_finite("train_Y", y)
     check_tensor("train_X", x.reshape(-1, *x.shape[-2:]), "b n d")
+
+
+def _check_values(name: str, value: Tensor, n: int | str, width: int) -> None:
+    """Points or their values, at least one; `n` is how many, or "n" for any number."""
+    good = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[-1] == width and value.numel()
+    if not good or n not in ("n", value.shape[-2]):
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        reject(name, f"shape (..., {n}, {width}), not empty", got)
+    check_float(name, value)
 
 
 def _normal(mean: Float[Tensor, "*batch q m"], variance: Float[Tensor, "*batch q m"]) -> MultivariateNormal:

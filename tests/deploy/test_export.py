@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retreever import ReTreever, TransformerCA, TreeCrossAttention, export, load_pretrained
+from retreever import NP, ReTreever, TransformerCA, TreeCrossAttention, export, load_pretrained
 from retreever.cli import main
 from retreever.deploy.formats import trace
 from retreever.errors import BackendError, RetreeverError
@@ -138,7 +138,7 @@ def test_compiled_code_is_right_or_refused(tmp_path: Path) -> None:
     try:
         file = export(model, tmp_path, n=3, format="aoti", one=True).files["predict"]
     except BackendError as error:
-        assert re.fullmatch(r"format: .*(compiled \w+ of predict.aoti.pt2 wrongly|C\+\+ compiler).*", str(error))
+        assert re.fullmatch(r"format: .*(compiles predict.aoti.pt2 wrongly|C\+\+ compiler).*", str(error))
         assert not list(tmp_path.iterdir())
         return
     x, mask = torch.rand(1, 3, 1), torch.tensor([[True, True, False]])
@@ -169,16 +169,47 @@ def test_traces_take_any_number_of_queries() -> None:
         ({"one": True, "explain": True}, "one: expected False with any_budget or explain, which query has, got True"),
         ({"model": TransformerCA}, "one: expected True for a model that builds no tree, got False for TransformerCA"),
         ({"dtype": torch.float64}, "model: expected weights of torch.float32, got torch.float64"),
+        ({"model": NP, "one": True}, "model: expected a model that predicts without drawing samples, got NP"),
+        (
+            {"model": TransformerCA, "one": True, "budget": 2},
+            "budget: expected None for a model that builds no tree, got 2",
+        ),
+        ({"out": None}, "out: expected a folder, got NoneType"),
         ({"model": torch.nn.Linear}, "model: expected a model of this package, got Linear"),
     ],
 )
 def test_errors_are_one_line(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
     kind = wrong.pop("model", ReTreever)
-    small = {"dim": 16, "layers": 0} if kind is not torch.nn.Linear else {"in_features": 1, "out_features": 1}
+    small = {"in_features": 1, "out_features": 1} if kind is torch.nn.Linear else {"dim": 16}
     model = kind(**small).to(wrong.pop("dtype", torch.float32))
     with pytest.raises(RetreeverError, match="^" + said.replace("(", r"\(") + "$"):
-        export(model, tmp_path, **{"n": 4} | wrong)
+        export(model, **{"out": tmp_path, "n": 4} | wrong)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_export_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of another kind stays beside it, and an interruption leaves the earlier one as it was."""
+    export(TransformerCA(dim=16, layers=0), tmp_path, n=4, one=True, format="pt2")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = ReTreever(dim=16, layers=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("retreever.deploy.api.write", stop)
+        with pytest.raises(KeyboardInterrupt):
+            export(model, tmp_path, n=4, format="pt2", overwrite=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    export(model, tmp_path, n=4, format="pt2", overwrite=True)
+    assert {file.name for file in tmp_path.iterdir()} == {"encode.pt2", "query.pt2", "export.json"}
+    (tmp_path / "export.json").unlink()  # what no export describes is not ours to delete
+    export(TransformerCA(dim=16, layers=0), tmp_path, n=4, one=True, format="pt2")
+    assert {file.name for file in tmp_path.iterdir()} == {"encode.pt2", "query.pt2", "predict.pt2", "export.json"}
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RetreeverError, match=r"file: cannot be written"):
+        export(model, tmp_path / "file", n=4, format="pt2")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_the_command_refuses_to_replace_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

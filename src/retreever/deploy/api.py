@@ -6,6 +6,7 @@ import json
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from retreever.errors import ConfigError
 from retreever.files import make_folder, os_errors, write_text
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
+from retreever.models.sampled import SampledProcess
 from retreever.ops.backend import KERNELS, without
 from retreever.tree.build import plan_for
 from retreever.tree.plan import TreePlan
 from retreever.version import __version__
 
 ABOUT = "export.json"
+ONE, TWO = ("predict",), ("encode", "query")  # the parts
 QUERIES = 3  # of the example a program is traced with; it takes any number
 
 
@@ -78,25 +81,48 @@ def export(
     Returns:
         The files. They take any number of queries, at least one.
     """
-    _check(model, n, format, one, any_budget, explain, batch)
+    if not isinstance(out, str | Path):
+        reject("out", "a folder", type(out).__name__)
     check_budget(budget)
+    _check(model, n, format, one, budget, any_budget, explain, batch)
     model = deepcopy(model).cpu().eval().requires_grad_(False)
     folder = Path(out)
-    names = ("predict",) if one else ("encode", "query")
-    files = {name: folder / f"{name}{ENDINGS[format]}" for name in names}
+    files = {name: folder / f"{name}{ENDINGS[format]}" for name in (ONE if one else TWO)}
     taken = [str(file) for file in (*files.values(), folder / ABOUT) if file.exists()]
     if taken and not overwrite:
         raise ConfigError(f"out: expected no earlier export, got {', '.join(taken)} (overwrite replaces them)")
+    parts = _parts(model, n, one, budget, any_budget, explain, batch)
     with os_errors(folder, "cannot be written"):
         make_folder(folder)
-    parts = _parts(model, n, one, budget, any_budget, explain, batch)
-    described = {name: _write(part, files[name], format) for name, part in parts.items()}
+        with TemporaryDirectory(prefix=".export-", dir=folder) as draft:
+            described = {name: _write(part, Path(draft) / files[name].name, format) for name, part in parts.items()}
+            _replace(Path(draft), folder)
     about = _about(model, n, format, batch, parts) | {"files": described}
     write_text(folder / ABOUT, json.dumps(about, indent=1) + "\n")
     return Exported(folder, files, about)
 
 
-def _check(model: Model, n: int, format: Format, one: bool, any_budget: bool, explain: bool, batch: int | None) -> None:
+def _replace(draft: Path, folder: Path) -> None:
+    """Put the files in `draft` in place of those of an earlier export. Without export.json it is not whole."""
+    if (folder / ABOUT).exists():
+        (folder / ABOUT).unlink()
+        for name in (*ONE, *TWO):
+            for ending in ENDINGS.values():
+                (folder / f"{name}{ending}").unlink(missing_ok=True)
+    for file in draft.iterdir():
+        file.replace(folder / file.name)
+
+
+def _check(
+    model: Model,
+    n: int,
+    format: Format,
+    one: bool,
+    budget: int | None,
+    any_budget: bool,
+    explain: bool,
+    batch: int | None,
+) -> None:
     if not isinstance(model, Model):
         reject("model", "a model of this package", type(model).__name__)
     check_int("n", n, 1)
@@ -105,6 +131,10 @@ def _check(model: Model, n: int, format: Format, one: bool, any_budget: bool, ex
         check_bool(name, value)
     if batch is not None:
         check_int("batch", batch, 1)
+    if isinstance(model, SampledProcess):
+        reject("model", "a model that predicts without drawing samples", type(model).__name__)
+    if budget is not None and not isinstance(model, ReTreever):
+        reject("budget", "None for a model that builds no tree", budget)
     if one and (any_budget or explain):
         reject("one", "False with any_budget or explain, which query has", one)
     if not one and not isinstance(model, ReTreever):

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import tarfile
 import threading
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
@@ -19,6 +21,8 @@ from retreever import ReTreever, explain
 from retreever.cli import main
 from retreever.deploy.parts import Encode, Query
 from retreever.errors import DataError, RetreeverError
+from retreever.files import write_bytes
+from retreever.lab.page import build
 from retreever.lab.page.runtime import FILES, vendor
 from retreever.lab.page.serve import page_server
 from retreever.tree.build import plan_for
@@ -106,6 +110,38 @@ def test_a_runtime_that_is_not_the_one_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="as npm packs it"):
         vendor(tmp_path / "out", tmp_path / "none.tgz")
     assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "style.css").write_text("mine")
+    assert main(["page", "--out", str(tmp_path)]) == 2
+    assert "out: expected a folder without other files" in capsys.readouterr().err
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("style.css", "mine")]
+    assert main(["page", "--out", str(tmp_path / "new"), "--serve", "--port", "99999"]) == 2
+    assert "port: expected a port from 0 to 65535" in capsys.readouterr().err
+
+
+def test_a_page_that_was_stopped_is_finished_and_models_of_others_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "vendor", lambda out, _: [write_bytes(out / name, b"") for name in FILES])
+    monkeypatch.setattr(build, "MODELS", {"copy-256": (2, 2)})
+    export = build.export
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "export", stop)
+    with pytest.raises(KeyboardInterrupt):
+        build.build_page(tmp_path / "page")
+    assert not build.is_page(tmp_path / "page") and not (tmp_path / "page" / "index.html").exists()
+    monkeypatch.setattr(build, "export", partial(export, format="pt2"))
+    build.build_page(tmp_path / "page")
+    assert build.is_page(tmp_path / "page")
+    mine = write_bytes(tmp_path / "other" / "models" / "copy-256" / "export.json", b"mine")
+    with pytest.raises(RetreeverError, match=r"^out: expected no earlier export"):
+        build.build_page(tmp_path / "other")
+    assert mine.read_bytes() == b"mine"
 
 
 def test_without_npm_the_command_says_what_it_needs(

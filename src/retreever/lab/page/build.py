@@ -16,18 +16,23 @@ MODELS = {"gp": (48, 48), "emnist": (200, 64)}  # context points, and the larges
 
 
 def is_page(folder: Path) -> bool:
-    """Whether the folder holds a complete page; the models are written last."""
-    return all((folder / "models" / name / "export.json").exists() for name in MODELS)
+    """Whether the folder holds a complete page."""
+    needed = ("index.html", *(f"models/{name}/export.json" for name in MODELS))
+    return all((folder / name).exists() for name in needed)
 
 
 def build_page(out: Path, runtime: Path | None = None, overwrite: bool = False) -> int:
     """Write the page into `out`; returns its size in bytes."""
     if (out / "index.html").exists() and not overwrite:
         raise ConfigError(f"out: expected a folder without a page, got {out} (--overwrite)")
+    site = {out / file.name: file.read_bytes() for file in files("retreever").joinpath("lab", "page", "site").iterdir()}
+    there = [file for file in site if file.exists()]
+    for file in there:
+        if not overwrite and (not file.is_file() or file.read_bytes() != site[file]):
+            raise ConfigError(f"out: expected a folder without other files, got {file} (--overwrite replaces it)")
     vendor(out / "vendor", runtime)
     written = [out / "vendor" / name for name in FILES]
-    for file in files("retreever").joinpath("lab", "page", "site").iterdir():
-        written.append(write_bytes(out / file.name, file.read_bytes()))
+    written += [write_bytes(file, data) for file, data in site.items() if file.name != "index.html"]
     for name, (n, budget) in MODELS.items():
         print(f"exporting {name} for up to {n} points", file=sys.stderr, flush=True)
         found = export(
@@ -37,7 +42,8 @@ def build_page(out: Path, runtime: Path | None = None, overwrite: bool = False) 
             budget=budget,
             any_budget=True,
             explain=True,
-            overwrite=overwrite,
+            overwrite=overwrite or bool(there),  # a page that was stopped half-way is finished
         )
         written += [*found.files.values(), found.folder / "export.json"]
+    written.append(write_bytes(out / "index.html", site[out / "index.html"]))  # last: now the page is whole
     return sum(file.stat().st_size for file in written)

@@ -28,8 +28,9 @@ class Page:
     def run(self) -> None:
         """Make or serve the page."""
         from retreever.lab.page.build import build_page, is_page
-        from retreever.lab.page.serve import serve_page
+        from retreever.lab.page.serve import check_port, serve_page
 
+        check_port(self.port)
         if not self.serve or self.overwrite or not is_page(self.out):
             size = build_page(self.out, self.runtime, self.overwrite)
             print(f"written: {self.out}/index.html and what it loads, {size / 1e6:.1f} MB in all")

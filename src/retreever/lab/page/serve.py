@@ -25,11 +25,16 @@ class Files(SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
-def page_server(folder: Path, port: int) -> ThreadingHTTPServer:
-    """A server of the folder that listens on 127.0.0.1; port 0 takes any free one."""
+def check_port(port: int) -> None:
+    """`port` must be one that a server can listen on."""
     check_int("port", port, 0)
     if port > 65_535:
         reject("port", "a port from 0 to 65535", port)
+
+
+def page_server(folder: Path, port: int) -> ThreadingHTTPServer:
+    """A server of the folder that listens on 127.0.0.1; port 0 takes any free one."""
+    check_port(port)
     try:
         return ThreadingHTTPServer((HOST, port), partial(Files, directory=str(folder)))
     except OSError as error:
