@@ -30,10 +30,13 @@ def average_observed(
 
     A channel without observations has mean 0 and a sum of practically 0.
     """
-    nothing = torch.finfo(scores.dtype).min / 4  # finite: a softmax over nothing has a gradient then
+    nothing = torch.finfo(scores.dtype).min / 4  # finite: a mean over nothing has a gradient then
     seen = scores.masked_fill(~observed[:, None], nothing)
-    mean = torch.einsum("bmnc,bnc->bmc", seen.softmax(dim=2), series.values)
-    return mean, seen.logsumexp(dim=2)
+    largest = seen.amax(dim=2, keepdim=True).detach()
+    weights = (seen - largest).exp()  # once for the mean and for the sum: most of the time goes here
+    total = weights.sum(dim=2)
+    mean = torch.einsum("bmnc,bnc->bmc", weights, series.values) / total
+    return mean, total.log() + largest[:, :, 0]
 
 
 def gru_step(gru: nn.GRU, inputs: Float[Tensor, "b m i"], states: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retreever.arguments import check_int
+from retreever.checks import values_readable
 from retreever.models.series.base import Memory, SeriesConfig, SeriesModel, answer_head, elapsed_since
 from retreever.models.series.observed import Series, Times, pick
 from retreever.models.series.ode import euler
@@ -97,9 +98,11 @@ class ODERNN(SeriesModel):
         return Memory(series, self.recurrence(series)[..., : self.config.hidden])
 
     def features(self, memory: Memory, asked: Times) -> Float[Tensor, "b m d"]:
-        """The last state, moved on by the ODE."""
-        state = pick(memory.states, memory.series.until(asked))
-        return self.recurrence.move(state, elapsed_since(memory, asked)[..., None])
+        """The last state, moved on by the ODE; not at all at the series' own times, which halves a step on a CPU."""
+        state, elapsed = pick(memory.states, memory.series.until(asked)), elapsed_since(memory, asked)
+        if asked.device.type == "cpu" and values_readable(asked) and not (elapsed.requires_grad or elapsed.any()):
+            return state
+        return self.recurrence.move(state, elapsed[..., None])
 
 
 def ode_net(width: int, layers: int, units: int) -> MLP:
