@@ -99,16 +99,21 @@ def test_names_tell_runs_apart(task: str) -> None:
     assert len({make_recipe(task, **change).name for change in changes}) == len(changes)
 
 
-def test_models_of_time_series_have_published_sizes_unless_given() -> None:
+def test_models_of_time_series_have_published_sizes_or_those_chosen_on_validation() -> None:
     """They are models of the activity task alone, named as in the library."""
     assert tuple(kinds) == SERIES
     for name in SERIES:
-        made = make_recipe("activity", model=name).make_model()
+        made = make_recipe("activity", model=name, state=0).make_model()
         assert type(made) is kinds[name] and made.config.hidden == kinds[name].settings().hidden
-        assert made.config.dropout == (0.2 if name == "ip-nets" else 0.1) and made.config.channels == 12
+        assert made.config.dropout == (0.0 if name == "ip-nets" else 0.1) and made.config.channels == 12
         assert make_recipe("activity", model=name, state=20).make_model().config.hidden == 20
-    assert parsed("activity", "--model", "rnn-impute").train.lr == 1e-3
-    assert parsed("activity", "--model", "grud", "--state", "64").name == "activity-paper-grud-64-seed0"
+        chosen = name in ("rnn-impute", "rnn-decay", "grud", "ip-nets", "seft", "ode-rnn")
+        assert make_recipe("activity", model=name).model.state == (128 if chosen else 0)
+    sizes = make_recipe("activity", model="ode-rnn", state=20).make_model().config
+    assert (sizes.units, sizes.gru_units, sizes.layers) == (20, 20, 1)
+    assert make_recipe("activity", model="grud", preset="paper").task.crop == 0
+    assert parsed("activity", "--model", "rnn-impute").train.lr == 3e-3
+    assert parsed("activity", "--model", "grud", "--state", "64").name == "activity-paper-crop40-grud-64-seed0"
     adaptive = make_recipe("activity", model="latent-ode", solver="adaptive")
     assert adaptive.name == "activity-paper-latent-ode-adaptive-seed0" and not adaptive.make_model().capturable
     with pytest.raises(InputError, match=r"^model: expected a model of the gp task"):

@@ -55,6 +55,7 @@ def model_row(run: Run, options: SeriesBench, task: ActivityTask, name: str) -> 
     progress(name, {"a step": step, "an answer": inference})
     return {
         "method": name,
+        "state": recipe.model.state,
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "step_us": round(1e6 * step.seconds, 1),
         "epoch_s": step.seconds * math.ceil(task.sizes["train"] / options.batch),

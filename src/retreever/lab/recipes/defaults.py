@@ -43,7 +43,7 @@ PUBLISHED: dict[str, Values] = {
     "gp": _PUBLISHED | {"steps": 100_000, "batch": 16, "sizes": "batch"},
     "emnist": _IMAGES | {"steps": 48_000, "order": "axis", "axis": 0},
     "celeba": _IMAGES | {"steps": 365_400, "order": "axis", "axis": 1},
-    "activity": _PUBLISHED | {"steps": 17_000, "batch": 256, "clip": 0.0, "dropout": 0.0},
+    "activity": _PUBLISHED | {"steps": 17_000, "batch": 256, "clip": 0.0, "dropout": 0.0, "crop": 0},
     "wheel": _PUBLISHED,
 }
 
@@ -66,13 +66,17 @@ QUICK: dict[str, Values] = {
 }  # fmt: skip
 
 
+_CAUSAL: Values = {"state": 128, "crop": 40, "lr": 3e-3}
 _WIDE: Values = {"dim": 128, "lr": 1e-3}  # cnp to banp
 MODELS: dict[str, Values] = {  # what some models change in the defaults of their tasks
     **dict.fromkeys(("cnp", "canp", "np", "anp", "bnp", "banp"), _WIDE),
     "tnpd": {"lr": 1e-3},
     "lbanp": {"lr": 1e-3, "latents": 8},
     "cmanp": {"lr": 1e-3, "latents": 128},
-    "ip-nets": {"dropout": 0.2},
+    **dict.fromkeys(("rnn-impute", "rnn-decay", "grud"), _CAUSAL | {"steps": 12_000}),
+    "ode-rnn": _CAUSAL,
+    "ip-nets": _CAUSAL | {"dropout": 0.0},
+    "seft": {"state": 128},
 }
 
 

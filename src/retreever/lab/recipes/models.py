@@ -49,7 +49,8 @@ class ModelSettings:
     axis: int = 0
     """The coordinate of --order axis."""
     state: int = 0
-    """Width of the state of a model of time series, instead of layers, dim and hidden; 0 takes the published one."""
+    """Width of the state of a model of time series, instead of layers, dim and hidden; 0 takes the published one. Of
+    ode-rnn all layers are as wide then, three of them in its ODE."""
     solver: Literal["fixed", "adaptive"] = "fixed"
     """Steps of latent ODEs: a fixed number, or chosen by their error (torchdiffeq), without a CUDA graph."""
 
@@ -133,6 +134,8 @@ def make_series_model(model: ModelSettings, task_fields: dict[str, Any]) -> Mode
     given: dict[str, Any] = task_fields | {"dropout": model.dropout}
     if model.state:
         given["hidden"] = model.state
+    if model.state and model.model == "ode-rnn":
+        given |= {"layers": 1, "units": model.state, "gru_units": model.state}
     if model.model.startswith("latent-ode"):
         given["solver"] = model.solver
     return kinds[model.model](**given)
