@@ -138,6 +138,24 @@ match = { n = 8 }
 """
 
 
+SERIES = """
+title = "Series"
+task = "activity"
+times = "series.json"
+
+[systems.small]
+name = "GRU-D, 16"
+settings = { model = "grud", state = 16 }
+
+[systems.large]
+name = "GRU-D, 32"
+settings = { model = "grud", state = 32 }
+
+[columns.paper]
+name = "the paper's split"
+"""
+
+
 def test_benchmarks_are_read_where_they_are(folder: Path) -> None:
     file = folder / "times.toml"
     file.write_text(BENCH)
@@ -158,23 +176,41 @@ def test_times_of_predictions_stand_beside_the_scores(folder: Path, tmp_path: Pa
     file = folder / "small.toml"
     file.write_text('times = "models.json"\n' + file.read_text())
     results = {"copy-8-tca-seed0": entry(0, test=70.0, test_full=75.0)}
-    assert [row.us for row in rows_of(load_recipe(file), load_paper(folder), results)] == [None] * 4
+    assert [row.times for row in rows_of(load_recipe(file), load_paper(folder), results)] == [None] * 4
     row = {"task": "copy", "model": "tca", "latents": 0}
     times = [{**row, "method": "predict", "us_per_target": 12.345}, {**row, "method": "answer", "us_per_target": 1.0}]
-    (folder / "models.json").write_text(json.dumps({"rows": times}))
+    machine = {"accelerator": "Abacus"}
+    (folder / "models.json").write_text(json.dumps({"benchmark": "models", "machine": machine, "rows": times}))
     recipe = load_recipe(file)
     rows = rows_of(recipe, load_paper(folder), results)
-    assert [row.us for row in rows] == [None, 12.345, None, None] and rows[1].to_json()["us"] == 12.345
+    assert [row.times and row.times.us for row in rows] == [None, 12.345, None, None]
+    assert rows[1].to_json()["us"] == 12.345 and rows[0].to_json()["us"] is None
     text = make_table(recipe, rows).to_markdown()
-    assert "µs per prediction" in text and "12.3" in text
+    assert "µs per prediction" in text and "12.3" in text and "Times: Abacus." in text and "s per epoch" not in text
     with pytest.raises(ConfigError, match=r"expected a table with times .* and results, got 'small'"):
         draw_times(recipe, folder, tmp_path / "small.png")
     save_results(folder, "copy", results)
     pytest.importorskip("matplotlib")
     assert draw_times(recipe, folder, tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
     (folder / "models.json").write_text(json.dumps({"rows": [{"method": "predict"}]}))
-    with pytest.raises(ConfigError, match="expected rows of `retreever bench models`, got KeyError"):
+    with pytest.raises(ConfigError, match=r"expected rows of `retreever bench models` or .*, got KeyError"):
         load_rows(recipe, folder)
+
+
+def test_epochs_and_parameters_stand_beside_the_accuracy_of_series(folder: Path) -> None:
+    """Of models of the very size that was timed."""
+    machine = {"accelerator": None, "processor": "Z80", "threads": 2}
+    timed = {"method": "grud", "state": 16, "us": 415.0, "epoch_s": 7.62}
+    (folder / "series.json").write_text(json.dumps({"benchmark": "series", "machine": machine, "rows": [timed]}))
+    file = folder / "series.toml"
+    file.write_text(SERIES)
+    recipe = load_recipe(file)
+    results = {run.name: entry(0, test=90.0) | {"parameters": 1234} for cell in recipe.cells for run in cell.runs}
+    rows = rows_of(recipe, load_paper(folder), results)
+    assert [row.to_json()["epoch_s"] for row in rows] == [7.62, None]
+    lines = make_table(recipe, rows).to_markdown().splitlines()
+    assert [("7.62" in line, "1,234" in line) for line in lines if "90.00" in line] == [(True, True), (False, True)]
+    assert "Times: Z80, 2 threads." in "\n".join(lines)
 
 
 def test_every_shipped_table_names_the_published_systems() -> None:

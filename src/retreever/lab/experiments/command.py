@@ -65,12 +65,12 @@ def draw(name: str, out: Path | None, folder: Path, time: bool = False) -> None:
 
 def draw_times(recipe: TableRecipe, folder: Path, out: Path) -> Path:
     """Draw scores against the time of a prediction to the PNG `out`."""
-    timed = [row for row in load_rows(recipe, folder) if row.us is not None and row.mean is not None]
+    timed = [row for row in load_rows(recipe, folder) if row.times and row.mean is not None]
     if not timed:
         raise ConfigError(
             f"name: expected a table with times (retreever bench models) and results, got {recipe.name!r}"
         )
-    points = [{**row.to_json(), "tokens": row.us, "paper": None, "paper_std": None} for row in timed]
+    points = [{**row, "tokens": row["us"], "paper": None, "paper_std": None} for row in map(Row.to_json, timed)]
     return draw_scores_against_tokens(points, out, score=recipe.metric, title=recipe.title, cost="µs per prediction")
 
 

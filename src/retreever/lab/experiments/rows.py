@@ -13,7 +13,7 @@ from retreever.lab.experiments.recipe import Cell, TableRecipe
 from retreever.lab.experiments.results import Entry, load_results
 from retreever.train.run import read_json
 
-Timed = tuple[str, str, int]  # task, model, latents
+Timed = tuple[str, str, int]  # task, model, its latents or the width of its state
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,15 @@ def load_paper(folder: Path) -> Paper:
 
 
 @dataclass(frozen=True)
+class Times:
+    """What a benchmark measured of a model: microseconds per prediction, and seconds per epoch of training."""
+
+    us: float
+    where: str
+    epoch: float | None = None
+
+
+@dataclass(frozen=True)
 class Row:
     """One cell of a table. `mean` is None where nothing was run; `std` is over seeds, None for a single one."""
 
@@ -70,7 +79,8 @@ class Row:
     context: int | None = None
     hardware: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
-    us: float | None = None  # microseconds per prediction, from `retreever bench models`
+    times: Times | None = None
+    parameters: int | None = None
 
     @property
     def difference(self) -> float | None:
@@ -94,7 +104,9 @@ class Row:
             "steps": self.steps[1],
             "tokens": self.tokens,
             "context": self.context,
-            "us": self.us,
+            "us": self.times.us if self.times else None,
+            "epoch_s": self.times.epoch if self.times else None,
+            "parameters": self.parameters,
             "paper_tokens_percent": printed.tokens_percent,
             "hardware": ", ".join(self.hardware) or None,
             "data": ", ".join(self.data) or None,
@@ -115,20 +127,25 @@ def rows_of(recipe: TableRecipe, paper: Paper, results: Mapping[str, Entry]) -> 
         printed = paper.find(recipe.paper, system, cell.paper_setting) if system else None
         row = Row(cell.system.name, cell.column.name, printed, recipe.measured)
         row = _measured(row, cell, recipe) if recipe.measured else _trained(row, cell, results)
-        rows.append(replace(row, us=times.get(_timed_as(cell))))
+        rows.append(replace(row, times=times.get(_timed_as(cell))))
     return rows
 
 
-def load_times(file: Path | None) -> dict[Timed, float]:
-    """Microseconds per prediction by task, model and latents; empty where the benchmark was not run."""
+def load_times(file: Path | None) -> dict[Timed, Times]:
+    """Times by task, model and latents or state; empty where the benchmark was not run."""
     if file is None or not file.exists():
         return {}
-    found = read_json(file).get("rows", ())
+    found = read_json(file)
     try:
-        predictions = [row for row in found if row["method"] == "predict"]
-        return {(row["task"], row["model"], row["latents"]): row["us_per_target"] for row in predictions}
+        where, rows = _machine(found), found["rows"]
+        if found["benchmark"] == "series":
+            timed = [(row, Times(row["us"], where, row["epoch_s"])) for row in rows]
+            return {("activity", row["method"], row["state"]): times for row, times in timed}
+        predictions = [row for row in rows if row["method"] == "predict"]
+        return {(row["task"], row["model"], row["latents"]): Times(row["us_per_target"], where) for row in predictions}
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{file}: expected rows of `retreever bench models`, got {error!r}") from None
+        expected = "rows of `retreever bench models` or `retreever bench series`"
+        raise ConfigError(f"{file}: expected {expected}, got {error!r}") from None
 
 
 def _timed_as(cell: Cell) -> Timed:
@@ -136,7 +153,7 @@ def _timed_as(cell: Cell) -> Timed:
     if not cell.runs or cell.system.full or cell.system.computed:
         return "", "", 0
     recipe = cell.runs[0].recipe
-    return recipe.task.name, recipe.model.model, recipe.model.latents
+    return recipe.task.name, recipe.model.model, recipe.model.latents or recipe.model.state
 
 
 def _trained(row: Row, cell: Cell, results: Mapping[str, Entry]) -> Row:
@@ -161,6 +178,7 @@ def _trained(row: Row, cell: Cell, results: Mapping[str, Entry]) -> Row:
         context=found[0]["context"],
         hardware=_distinct(entry["hardware"] for entry in found),
         data=_distinct(entry["data"] or "data not named" for entry in found),
+        parameters=found[0].get("parameters"),
     )
 
 
@@ -176,15 +194,19 @@ def _measured(row: Row, cell: Cell, recipe: TableRecipe) -> Row:
         raise ConfigError(f"{file}: expected one row with {cell.match}, got {len(hits)}")
     if not hits or hits[0].get(recipe.value) is None:
         return row
-    machine = bench["machine"]
-    where = machine.get("accelerator") or f"{machine['processor']}, {machine['threads']} threads"
     return replace(
         row,
         mean=hits[0][recipe.value] * recipe.scale,
         tokens=hits[0].get("tokens"),
         context=hits[0].get("n"),
-        hardware=(f"{where}, {bench['dtype']}",),
+        hardware=(f"{_machine(bench)}, {bench['dtype']}",),
     )
+
+
+def _machine(bench: dict[str, Any]) -> str:
+    """Where a benchmark was run."""
+    machine = bench["machine"]
+    return str(machine.get("accelerator") or f"{machine['processor']}, {machine['threads']} threads")
 
 
 def _distinct(values: Any) -> tuple[str, ...]:

@@ -15,18 +15,23 @@ COLUMNS: Mapping[str, Callable[[Row, int], Cell]] = {
     "Ours": lambda row, digits: "not run" if row.mean is None else plus_minus(row.mean, row.std, digits),
     "Difference": lambda row, digits: difference(row, digits),
     "Tokens": lambda row, _: tokens(row),
-    "µs per prediction": lambda row, _: quantity(row.us),
+    "Parameters": lambda row, _: f"{row.parameters:,}" if row.parameters else None,
+    "µs per prediction": lambda row, _: quantity(row.times.us if row.times else None),
+    "s per epoch": lambda row, _: quantity(row.times.epoch if row.times else None),
     "Seeds": lambda row, _: seeds(row),
     "Steps": lambda row, _: steps(row),
+    "Times": lambda row, _: row.times.where if row.times else None,
     "Hardware": lambda row, _: "; ".join(row.hardware) or None,
     "Data": lambda row, _: "; ".join(row.data) or None,
 }
-ONCE = ("Hardware", "Data")  # noted below the table where all rows have the same value
+ONCE = ("Times", "Hardware", "Data")  # noted below the table where all rows have the same value
 
 
 def make_table(recipe: TableRecipe, rows: Sequence[Row]) -> Table:
     """The table of a recipe. Columns without values are dropped; values that all rows share are noted below."""
     columns = {name: [cell(row, recipe.digits) for row in rows] for name, cell in COLUMNS.items()}
+    if not any(row.times and row.times.epoch for row in rows):
+        del columns["Parameters"]  # it stands beside the cost of training alone
     notes = [recipe.about] if recipe.about else []
     for name in list(columns):
         values = {value for value in columns[name] if value is not None}
