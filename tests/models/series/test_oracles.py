@@ -186,7 +186,7 @@ def test_mtand_has_the_published_number_of_parameters() -> None:
 
 def test_a_channel_without_observations_has_mean_zero_and_no_weight() -> None:
     given = series()
-    scores = torch.randn(2, 4, 10, 1, dtype=torch.float64)
+    scores = torch.randn(2, 1, 4, 10, dtype=torch.float64)
     mean, total = average_observed(scores, given, given.observed)
     assert (mean[0, :, 2] == 0).all() and (total[0, :, 2].exp() == 0).all()
 

@@ -22,21 +22,24 @@ from retreever.models.series.base import Memory, SeriesConfig, SeriesModel, answ
 from retreever.models.series.observed import Series, Times, pick
 from retreever.objective import Loss
 
+LOG2_E = 1 / math.log(2)
+
 
 def average_observed(
-    scores: Float[Tensor, "b m n #c"], series: Series, observed: Bool[Tensor, "b n c"]
+    scores: Float[Tensor, "b #c m n"], series: Series, observed: Bool[Tensor, "b n c"]
 ) -> tuple[Float[Tensor, "b m c"], Float[Tensor, "b m c"]]:
     """Per channel, the mean of observed values weighted by softmax of `scores`, and log of the sum of the weights.
 
     A channel without observations has mean 0 and a sum of practically 0.
     """
     nothing = torch.finfo(scores.dtype).min / 4  # finite: a mean over nothing has a gradient then
-    seen = scores.masked_fill(~observed[:, None], nothing)
-    largest = seen.amax(dim=2, keepdim=True).detach()
-    weights = (seen - largest).exp()  # once for the mean and for the sum: most of the time goes here
-    total = weights.sum(dim=2)
-    mean = torch.einsum("bmnc,bnc->bmc", weights, series.values) / total
-    return mean, total.log() + largest[:, :, 0]
+    seen = scores.masked_fill(~observed.transpose(1, 2)[:, :, None], nothing)
+    largest = seen.amax(dim=3, keepdim=True).detach()
+    weights = ((seen - largest) * LOG2_E).exp2()  # several times faster than exp where most underflow, on a CPU
+    values = series.values.transpose(1, 2)
+    sums = weights @ torch.stack([values, torch.ones_like(values)], dim=-1)
+    weighted, total = sums.transpose(1, 2).unbind(dim=-1)
+    return weighted / total, total.log() + largest[..., 0].transpose(1, 2)
 
 
 def gru_step(gru: nn.GRU, inputs: Float[Tensor, "b m i"], states: Float[Tensor, "b m d"]) -> Float[Tensor, "b m d"]:
@@ -96,7 +99,7 @@ class MTANDEnc(SeriesModel):
         """Channels at any times, and for each whether it was observed at all, as inputs of the GRU."""
         query, keys = self.to_q(self.embed_time(at)), self.to_k(self.embed_time(series.times))
         scores = query @ keys.transpose(1, 2) / math.sqrt(self.config.dim)
-        mean, _ = average_observed(scores[..., None], series, series.observed)
+        mean, _ = average_observed(scores[:, None], series, series.observed)
         ever = series.flags.amax(dim=1, keepdim=True)  # the mean of the flags over what was observed
         return self.to_inputs(torch.cat([mean, ever.expand_as(mean)], dim=-1))
 
@@ -163,7 +166,7 @@ class IPNets(SeriesModel):
         observed = series.observed if observed is None else observed
         distance = ((at[:, :, None] - series.times[:, None]) / self.config.width).square()
         alpha = sharpness * F.softplus(self.kappa)
-        mean, intensity = average_observed(-alpha * distance[..., None], series, observed)
+        mean, intensity = average_observed(-alpha[:, None, None] * distance[:, None], series, observed)
         return torch.where(observed.any(dim=1, keepdim=True), mean, self.mean), intensity
 
     def cross(
