@@ -113,3 +113,18 @@ def test_a_dynamic_graph_serves_all_contexts_of_one_depth(graphs: Callable[[], i
         x, y, target = points(n), points(n) ** 2, points(5)
         assert near(predict(x, y, target), model.predict(x, y, target).mean)
     assert graphs() <= 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_a_dynamic_graph_reads_budgets_too(graphs: Callable[[], int], impl: str) -> None:
+    torch.manual_seed(0)
+    module = TreeCrossAttention(16, 2, impl=impl).eval()
+
+    def read(query: Tensor, context: Tensor) -> Tensor:
+        return module(query, module.build(context), budget=12).output
+
+    compiled = torch.compile(read, dynamic=True, backend="eager", fullgraph=True)
+    for n in (20, 27, 32, 31):
+        assert near(compiled(points(5, 16), points(n, 16)), read(points(5, 16), points(n, 16)))
+    assert graphs() <= 2

@@ -42,7 +42,8 @@ def read_budget(
         return read_rows(inputs, rows), rows
     if torch.compiler.is_compiling():
         tensors = (*plain[:3], plain.node_mask, plain.log_count, path)
-        output, lse, rows = _run_op(*tensors, plan.n, plan.branch, plan.block, budget, name)
+        sizes = (plan.n, plan.branch, plan.block, budget, slots(plan, budget))
+        output, lse, rows = _run_op(*tensors, *sizes, name)
     else:
         output, lse, rows = _expand(plain, path, budget, name)
     return read_rows(inputs, rows) if wanted else Part(output, lse), rows
@@ -69,9 +70,10 @@ def _run(
     branch: int,
     block: int,
     budget: int,
+    width: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_expand` with the arguments of a custom op."""
+    """`_expand` with the arguments of a custom op; `width` of the rows is for the fake, where sizes may be symbols."""
     inputs = SearchInputs(q, keys, values, TreePlan(n, branch, block), node_mask, log_count=log_count)
     return _expand(inputs, path, budget, backend)
 
@@ -82,9 +84,9 @@ _run_op = torch.library.custom_op("retreever::read_budget", _run, mutates_args=(
 @_run_op.register_fake
 def _(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     b, m, h, _ = q.shape
-    path, n, branch, block, budget, _ = rest[4:]
+    path, width = rest[4], rest[9]
     lse = q.new_empty(b, m, h, dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.empty_like(q), lse, path.new_empty(b, m, slots(TreePlan(n, branch, block), budget))
+    return torch.empty_like(q), lse, path.new_empty(b, m, width)
 
 
 def read_rows(inputs: SearchInputs, rows: Int[Tensor, "b m s"]) -> Part:
