@@ -20,7 +20,7 @@ from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.utils.testing import BotorchTestCase
 
-from retreever import CNP, NP, InputError, ReTreever, TransformerCA
+from retreever import CNP, GRUD, NP, InputError, ReTreever, TransformerCA, load_pretrained
 from retreever.botorch import ContextModel, to_botorch
 from retreever.models.base import Model
 
@@ -126,6 +126,19 @@ class TestContextModel(BotorchTestCase):
             assert next(network.parameters()).dtype == torch.float32
 
 
+def test_points_drawn_one_after_another_keep_apart() -> None:
+    """Each from the model that has seen what it expects of the last, as the documentation says."""
+    x = torch.tensor([[-1.5], [0.0], [1.6]], dtype=torch.float64)
+    model, drawn = to_botorch(load_pretrained("gp").set_reading("full"), x, (3 * x).sin()), []
+    grid = torch.linspace(-2, 2, 401, dtype=torch.float64)[:, None]
+    for _ in range(3):
+        function = LogExpectedImprovement(model, best_f=(3 * x).sin().max())
+        drawn.append(grid[function(grid[:, None]).argmax()])
+        model = model.condition_on_observations(drawn[-1][None], model.posterior(drawn[-1][None]).mean.detach())
+    places = torch.cat(drawn)
+    assert torch.pdist(places[:, None]).min() > 0.1
+
+
 def test_mixtures_of_functions_are_matched_by_their_moments() -> None:
     x, y = observed()
     assert to_botorch(NP(dim=16), x, y).posterior(x).variance.min() > 0
@@ -175,6 +188,8 @@ def test_what_does_not_fit_is_named() -> None:
         to_botorch(a_model(), x[:0], y[:0])
     with pytest.raises(InputError, match=r"model: expected a model of points with a Gaussian head, got .* head point"):
         to_botorch(ReTreever(head="point", dim=16, layers=0), x, y)
+    with pytest.raises(InputError, match="model: expected a model of points, not of time series, got GRUD"):
+        to_botorch(GRUD(), x, y)
     with pytest.raises(InputError, match="model: expected a model of points"):
         to_botorch(a_model(head="categorical", outputs=3), x, y)
 

@@ -17,6 +17,7 @@ from retreever.arguments import reject
 from retreever.checks import check_finite, check_float, check_tensor
 from retreever.errors import BackendError
 from retreever.models.base import Model
+from retreever.models.series.base import SeriesModel
 
 try:
     from botorch.models.model import FantasizeMixin
@@ -177,6 +178,8 @@ def _check(model: Model, x: Tensor, y: Tensor) -> None:
         reject("model", "a model of this package", type(model).__name__)
     if (inputs := model.config.inputs) != "points" or model.config.head in ("categorical", "point"):
         reject("model", "a model of points with a Gaussian head", f"inputs {inputs} and head {model.config.head}")
+    if isinstance(model, SeriesModel):
+        reject("model", "a model of points, not of time series", type(model).__name__)
     _check_values("train_X", x, "n", model.config.dim_x)
     _check_values("train_Y", y, "n", model.config.out)
     if x.shape[:-1] != y.shape[:-1]:
