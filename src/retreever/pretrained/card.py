@@ -21,7 +21,7 @@ from retreever.files import os_errors
 from retreever.files import read_bytes as read_regular
 
 FORMAT = 2
-MAX_BYTES = 2_000_000  # of either file
+MAX_BYTES = 4_000_000  # of either file
 TOLERANCE = 1e-3
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "str": str, "int": int, "float": (int, float), "dict": dict, "list": list,

@@ -52,6 +52,14 @@ def test_the_model_is_the_one_that_was_trained(trained: Path, exported: Path) ->
     assert probe(model) == pytest.approx(read_card("tiny", exported).probe, abs=1e-8)
 
 
+def test_kernels_may_be_chosen(exported: Path) -> None:
+    """Those of the card otherwise."""
+    assert load_pretrained("tiny", exported).config.impl == "auto"
+    assert load_pretrained("tiny", exported, impl="reference").config.impl == "reference"
+    with pytest.raises(InputError, match=r"^impl: expected"):
+        load_pretrained("tiny", exported, impl="fast")  # type: ignore[arg-type]
+
+
 def test_loading_leaves_random_numbers_and_default_dtype_alone(exported: Path) -> None:
     state = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
