@@ -119,6 +119,7 @@ def test_the_curve(browser: Any, address: str) -> None:
     watched.wait()
     assert len(watched.shown()["read"]) > len(after["read"])
     agrees("gp", watched.shown())
+    point_at_a_point(watched)
     watched.page.click("#first")
     assert watched.steps().startswith("step 0 of") and "explored" in watched.page.inner_text("#story")
     watched.page.click("#last")
@@ -136,6 +137,23 @@ def test_the_curve(browser: Any, address: str) -> None:
     assert watched.bad == []
 
 
+def colours(watched: Watched) -> dict[int, str]:
+    return {read["node"]: read["colour"] for read in watched.shown()["read"]}
+
+
+def point_at_a_point(watched: Watched) -> None:
+    """A point, its place in the tree and its row have one colour, and stand out together."""
+    circle = watched.page.locator("#plot circle[data-node]").first
+    node, colour = int(circle.get_attribute("data-node")), circle.get_attribute("fill")
+    assert colours(watched)[node] == colour
+    assert watched.page.locator(f"#tree [data-node='{node}'] [fill='{colour}']").count() == 1
+    circle.hover()
+    assert watched.page.locator("tr.lit td").first.inner_text() == str(node)
+    assert watched.page.locator("#plot circle[r='9']").count() == sum(
+        len(read["points"]) for read in watched.shown()["read"] if read["node"] == node
+    )
+
+
 def test_the_digit(browser: Any, address: str) -> None:
     watched = Watched(browser, address, viewport={"width": 1200, "height": 860})
     watched.choose("view", "emnist")
@@ -148,9 +166,13 @@ def test_the_digit(browser: Any, address: str) -> None:
         watched.click(*place)
     assert before < len(watched.shown()["points"]) <= before + 3
     agrees("emnist", watched.shown())
-    watched.page.fill("#budget", "30")
+    few = colours(watched)
+    watched.page.fill("#budget", "64")
     watched.wait()
     agrees("emnist", watched.shown())
+    many = colours(watched)
+    assert len(many) > 40 and len(set(many.values())) == len(many)
+    assert few.keys() & many.keys() and all(many[node] == few[node] for node in few.keys() & many.keys())
     watched.page.click("#clear")
     watched.wait()
     watched.click(0.5, 0.5)  # a single pixel

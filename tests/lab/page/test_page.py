@@ -10,6 +10,7 @@ import tarfile
 import threading
 from functools import partial
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -28,6 +29,7 @@ from retreever.lab.page.serve import page_server
 from retreever.tree.build import plan_for
 
 SITE = Path(str(files("retreever").joinpath("lab", "page", "site")))
+NODE = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's modules")
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
@@ -40,7 +42,50 @@ def test_its_files_are_small() -> None:
     assert all(len(file.read_text(encoding="utf-8").splitlines()) <= 250 for file in SITE.iterdir())
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's modules")
+def run_module(name: str, code: str, folder: Path) -> Any:
+    """What `code` prints as JSON; it may use a module of the page, `page`."""
+    shutil.copy(SITE / name, folder / "page.mjs")
+    code = f"import * as page from {json.dumps((folder / 'page.mjs').as_uri())};\n{code}"
+    done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def oklab(colour: str) -> torch.Tensor:
+    """Coordinates whose distances are about those that eyes see."""
+    screen = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    light = torch.where(screen <= 0.04045, screen / 12.92, ((screen + 0.055) / 1.055) ** 2.4)
+    cones = torch.tensor([[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]])
+    axes = torch.tensor([[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]])
+    return axes @ (cones @ light) ** (1 / 3)
+
+
+@NODE
+def test_every_node_read_has_its_own_colour_and_keeps_it(tmp_path: Path) -> None:
+    code = """
+const reads = (...nodes) => nodes.map((node) => ({ node }));
+const most = Array.from({ length: page.COLOURS.length }, (_, i) => i);
+const steps = [reads(5, 9, 2), reads(5, 7, 2, 11), reads(...most), reads(2, 60)];
+let before;
+for (const step of steps) before = page.paint(step, before);
+console.log(JSON.stringify({ colours: page.COLOURS, steps, ink: page.COLOURS.map(page.inkOn) }));
+"""
+    found = run_module("colours.js", code, tmp_path)
+    steps = [{read["node"]: read["colour"] for read in step} for step in found["steps"]]
+    assert list(steps[0].values()) == found["colours"][:3]
+    assert all(len(set(step.values())) == len(step) for step in steps)
+    for before, after in pairwise(steps):
+        assert all(before[node] == after[node] for node in before.keys() & after.keys())
+    assert steps[1].keys() - steps[0].keys() == {7, 11} and steps[1][7] == steps[0][9]  # it was free
+    assert len(found["colours"]) >= max(budget for _, budget in build.MODELS.values())
+    places = torch.stack([oklab(colour) for colour in found["colours"]])
+    apart = torch.cdist(places, places).fill_diagonal_(1)
+    assert apart[:12, :12].min() > 0.12 and apart.min() > 0.07  # 0.02 is just noticeable side by side
+    for colour, ink in zip(found["colours"], found["ink"], strict=True):
+        assert abs(oklab(colour)[0] - (1.0 if ink == "#fff" else 0.25)) > 0.3
+
+
+@NODE
 @pytest.mark.parametrize(("n", "budget"), [(1, 1), (3, 1), (12, 1), (12, 7), (9, 16)])
 def test_steps_and_nodes_are_those_of_explain(n: int, budget: int, tmp_path: Path) -> None:
     """The page's explanation of a search is that of the package, less steps where there is nothing to decide."""
@@ -58,15 +103,11 @@ def test_steps_and_nodes_are_those_of_explain(n: int, budget: int, tmp_path: Pat
         "tree": {"real": tree["node_mask"][0].int().tolist(), "order": tree["order"][0, :n].tolist()},
         "found": {key: found[key][0, 0].tolist() for key in ("selected", "weights", "policy")},
     }
-    shutil.copy(SITE / "search.js", tmp_path / "search.mjs")
     code = f"""
-import {{ explain }} from {json.dumps((tmp_path / "search.mjs").as_uri())};
 const given = {json.dumps(given)};
-console.log(JSON.stringify(explain(given.plan, given.tree, given.found)));
+console.log(JSON.stringify(page.explain(given.plan, given.tree, given.found)));
 """
-    done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    ours = json.loads(done.stdout)
+    ours = run_module("search.js", code, tmp_path)
     theirs = [step for step in search.steps if len(step.children) > 1 or not step.taken]
     assert [(s["node"], s["children"], s["taken"]) for s in ours["steps"]] == [
         (s.node, list(s.children), list(s.taken)) for s in theirs

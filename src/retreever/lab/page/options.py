@@ -10,7 +10,7 @@ from pathlib import Path
 class Page:
     """Make a page that runs the gp and emnist models in a browser and shows their searches; no server is needed.
 
-    The page is a folder for any static web server. Making it takes a few minutes and needs `npm`, which fetches
+    The page is a folder for any static web server. Making it takes a minute or two and needs `npm`, which fetches
     onnxruntime-web, and the extra `export`.
     """
 

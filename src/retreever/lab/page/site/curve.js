@@ -1,5 +1,5 @@
 // The curve: context points of a function, the prediction with its spread, and the query as a vertical line.
-import { colourOf, svg } from "./colours.js";
+import { svg } from "./colours.js";
 
 const [WIDTH, HEIGHT, PAD] = [560, 400, 28];
 const [LEFT, RIGHT, LOW, HIGH] = [-2, 2, -2.5, 2.5];
@@ -20,6 +20,7 @@ export class Curve {
 
   constructor(stage, act) {
     this.cursor = { x: 0.1, y: 0 };
+    this.shown = []; // places of the points in the plot, each with the node through which it is read
     this.plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, tabindex: 0, role: "application", id: "plot",
       "aria-label": "Curve: context points and prediction" });
     stage.replaceChildren(this.plot);
@@ -50,6 +51,9 @@ export class Curve {
       this.cursor = { x: clamp(this.cursor.x + dx, LEFT, RIGHT), y: clamp(this.cursor.y + dy, LOW, HIGH) };
       if (act.tool() === "query") act.use({ x: [this.cursor.x], y: this.cursor.y }, true);
       else act.redraw();
+      const [x, y] = [toX(this.cursor.x), toY(this.cursor.y)];
+      const near = this.shown.find((point) => Math.hypot(point.x - x, point.y - y) < 10);
+      if (near) act.light(near.node);
     } else if (event.key === "Enter" || event.key === " ") act.use({ x: [this.cursor.x], y: this.cursor.y }, true);
     else if (event.key === "q") act.ask([this.cursor.x]);
     else return;
@@ -82,10 +86,14 @@ export class Curve {
     const curves = svg("g", { "clip-path": "url(#inside)" }, band(2, 0.12), band(1, 0.18));
     if (mid.length) curves.append(svg("polyline", { points: line(mid), fill: "none", stroke: "#1f4e9c", "stroke-width": 2 }));
     this.plot.replaceChildren(clip, axes(), curves, vertical(this.query[0]));
+    this.shown = [];
     points.forEach((point, i) => {
       const read = coverOf(i);
+      if (read) this.shown.push({ x: toX(point.x[0]), y: toY(point.y), node: read.node });
       const look = { cx: toX(point.x[0]), cy: toY(point.y), r: read && read.node === lit ? 9 : 6, stroke: "#333" };
-      this.plot.append(svg("circle", { ...look, fill: read ? colourOf(read.index) : "#fff" }));
+      const own = read ? { fill: read.colour, "data-node": read.node } : { fill: "#fff" };
+      this.plot.append(svg("circle", { ...look, ...own }));
+      if (read && read.node === lit) this.plot.append(number(read.node, look.cx, look.cy - 13));
     });
     const [x, y] = [toX(this.cursor.x), toY(this.cursor.y)];
     this.plot.append(svg("path", { d: `M${x - 6} ${y}H${x + 6}M${x} ${y - 6}V${y + 6}`, stroke: "#999", class: "cursor" }));
@@ -105,6 +113,13 @@ function axes() {
     group.append(svg("line", { x1: PAD, x2: WIDTH - PAD, y1: toY(y), y2: toY(y), stroke: "#ebebeb" }), text);
   }
   return group;
+}
+
+function number(node, x, y) {
+  const text = svg("text", { x, y, "font-size": 12, "text-anchor": "middle", stroke: "#fff", "stroke-width": 3,
+    "paint-order": "stroke", fill: "#333", "pointer-events": "none" });
+  text.textContent = node;
+  return text;
 }
 
 function vertical(x) {

@@ -1,5 +1,4 @@
 // The digit: pixels given as context, the completed picture, its spread, and the query as one pixel.
-import { colourOf } from "./colours.js";
 import { strokes } from "./strokes.js";
 
 const SIDE = 28;
@@ -19,6 +18,7 @@ export class Digit {
   constructor(stage, act) {
     this.cursor = { row: 9, column: 17 };
     this.examples = 0;
+    this.nodes = new Map(); // of the pixels given: the node through which each is read
     const figures = [["plot", "Mean, with the pixels given"], ["spread", "Standard deviation: white is unsure"]];
     stage.replaceChildren(Object.assign(document.createElement("div"), { className: "digits" }));
     this.canvas = {};
@@ -37,18 +37,32 @@ export class Digit {
     canvas.setAttribute("role", "application");
     canvas.setAttribute("aria-label", "Picture of 28 by 28 pixels to draw on");
     const use = (event) => act.use(this.locate(event), true);
+    const light = (at) => {
+      const node = this.nodes.get(at.row * SIDE + at.column);
+      if (node !== undefined) act.light(node);
+    };
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
       use(event);
     });
-    canvas.addEventListener("pointermove", (event) => event.buttons && use(event));
-    canvas.addEventListener("keydown", (event) => this.key(event, act));
+    canvas.addEventListener("pointermove", (event) => {
+      if (event.buttons) use(event);
+      else light(this.pixel(event));
+    });
+    canvas.addEventListener("keydown", (event) => {
+      this.key(event, act);
+      light(this.cursor);
+    });
+  }
+
+  pixel(event) {
+    const box = this.canvas.plot.getBoundingClientRect();
+    const index = (offset, length) => clamp(Math.floor((offset / length) * SIDE));
+    return { row: index(event.clientY - box.top, box.height), column: index(event.clientX - box.left, box.width) };
   }
 
   locate(event) {
-    const box = this.canvas.plot.getBoundingClientRect();
-    const index = (offset, length) => clamp(Math.floor((offset / length) * SIDE));
-    this.cursor = { row: index(event.clientY - box.top, box.height), column: index(event.clientX - box.left, box.width) };
+    this.cursor = this.pixel(event);
     return { x: place(this.cursor.row, this.cursor.column) };
   }
 
@@ -90,13 +104,15 @@ export class Digit {
     paint(this.canvas.plot, grid.mean.map((mean) => grey(mean + 0.5)));
     paint(this.canvas.spread, grid.std.map((std) => grey(2 * (std - 0.05))));
     const context = this.canvas.plot.getContext("2d");
+    this.nodes.clear();
     points.forEach((point, i) => {
       const read = coverOf(i);
       const [row, column] = point.x.map((x) => Math.round(((x + 1) * (SIDE - 1)) / 2));
       context.fillStyle = `rgb(${Array(3).fill(grey(point.y + 0.5)).join()})`;
       context.fillRect(column * SCALE, row * SCALE, SCALE, SCALE);
-      context.strokeStyle = read ? colourOf(read.index) : "#888";
-      context.lineWidth = read && read.node === lit ? 5 : 3;
+      if (read) this.nodes.set(row * SIDE + column, read.node);
+      context.strokeStyle = read ? read.colour : "#888";
+      context.lineWidth = read && read.node === lit ? 6 : 3;
       context.strokeRect(column * SCALE + 2, row * SCALE + 2, SCALE - 4, SCALE - 4);
     });
     const [row, column] = this.query.map((x) => Math.round(((x + 1) * (SIDE - 1)) / 2));

@@ -1,5 +1,5 @@
 // The page: one model and its view at a time; every change runs the model again and draws what came out.
-import { colourOf } from "./colours.js";
+import { paint } from "./colours.js";
 import { Curve } from "./curve.js";
 import { Digit } from "./digit.js";
 import { Model } from "./model.js";
@@ -35,6 +35,7 @@ const act = {
     refresh({ query: true });
   },
   redraw: () => draw(),
+  light: (node) => light(node),
 };
 
 function change(points) {
@@ -95,13 +96,15 @@ async function run(own, contextChanged) {
   }
   const outputs = ["mean", "std", "selected", "weights", "policy"];
   const answer = await model.query(own.tree, [view.query], own.budget, outputs);
-  Object.assign(own, { answer, search: explain(model.plan, own.tree, answer) });
+  const search = explain(model.plan, own.tree, answer);
+  const colours = paint(search.reads, contextChanged ? undefined : own.colours); // other points: other nodes
+  Object.assign(own, { answer, search, colours });
 }
 
 function draw() {
   const { view, points, grid, search, answer, model } = state;
   const cover = [];
-  search?.reads.forEach((read, index) => read.points.forEach((point) => (cover[point] = { node: read.node, index })));
+  search?.reads.forEach((read) => read.points.forEach((point) => (cover[point] = read)));
   view.draw(points, grid ?? EMPTY, (i) => cover[i], state.lit);
   $("count").textContent = `${points.length} of at most ${model.about.n} points`;
   $("tokens").textContent = state.budget === 1 ? "one path" : `one path, or up to ${state.budget} nodes`;
@@ -128,7 +131,7 @@ function drawSteps() {
   drawTree($("tree"), search, step, state.lit);
   $("step").textContent = `step ${step} of ${last}`;
   $("story").textContent = step < last ? sentence(search, search.steps[step]) : summary(search);
-  $("read").tBodies[0].replaceChildren(...search.reads.map((read, i) => row(read, colourOf(i))));
+  $("read").tBodies[0].replaceChildren(...search.reads.map(row));
 }
 
 const few = (points) => (points.length === 1 ? "1 point" : `${points.length} points`);
@@ -148,12 +151,16 @@ function summary(search) {
     `${most.node} (${(100 * most.weight).toFixed(0)}%), ${few(most.points)}.`;
 }
 
-function row(read, colour) {
+function row(read) {
   const line = document.createElement("tr");
-  const bar = Object.assign(document.createElement("span"), { className: "bar" });
-  Object.assign(bar.style, { background: colour, width: `${(8 * read.weight).toFixed(2)}rem` });
+  const [swatch, bar] = [1, 8 * read.weight].map((size) => {
+    const box = Object.assign(document.createElement("span"), { className: "bar" });
+    Object.assign(box.style, { background: read.colour, width: `${size.toFixed(2)}rem` });
+    return box;
+  });
   const cells = [String(read.node), few(read.points), `${(100 * read.weight).toFixed(1)}%`];
   line.append(...cells.map((words) => Object.assign(document.createElement("td"), { textContent: words })));
+  line.firstChild.prepend(swatch);
   line.lastChild.prepend(bar);
   line.className = state.lit === read.node ? "lit" : "";
   line.addEventListener("pointerenter", () => light(read.node));
@@ -161,6 +168,7 @@ function row(read, colour) {
   return line;
 }
 
+// Shows what belongs to a node: its row, its place in the tree and its points.
 function light(node) {
   if (state.lit === node) return;
   state.lit = node;
@@ -173,6 +181,12 @@ function goTo(step) {
   drawSteps();
 }
 
+for (const id of ["stage", "tree"]) {
+  $(id).addEventListener("pointerover", (event) => {
+    const part = event.target.closest("[data-node]");
+    if (part) light(Number(part.dataset.node));
+  });
+}
 for (const input of document.querySelectorAll("[name=view]")) input.addEventListener("change", () => show(input.value));
 $("budget").addEventListener("input", () => {
   state.budget = Number($("budget").value);

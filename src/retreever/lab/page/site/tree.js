@@ -1,5 +1,5 @@
 // Draws the part of the tree that a search touched: nodes it explored, and below them the nodes it read.
-import { colourOf, svg } from "./colours.js";
+import { inkOn, svg } from "./colours.js";
 
 const GAP = 44; // between nodes read, in pixels
 const LEVEL = 58;
@@ -38,9 +38,7 @@ export function drawTree(target, search, step, lit) {
   });
   const current = search.steps[step]?.node;
   search.steps.forEach((one) => target.append(inner(one.node, at(one.node), seen.has(one.node), one.node === current)));
-  search.reads.forEach((read, i) => {
-    target.append(leaf(read, at(read.node), colourOf(i), seen.has(read.node), lit === read.node));
-  });
+  for (const read of search.reads) target.append(leaf(read, at(read.node), seen.has(read.node), lit === read.node));
 }
 
 function arrow(search, step, child, at, done) {
@@ -52,11 +50,7 @@ function arrow(search, step, child, at, done) {
   const line = svg("line", { x1: from.x, y1: from.y, x2: to.x, y2: to.y, stroke: colour, "stroke-width": thick });
   if (!done || step.leaves) return [line];
   const middle = [0.45 * from.x + 0.55 * to.x, 0.45 * from.y + 0.55 * to.y];
-  const text = label(search.chance(child).toFixed(2), ...middle, "#333");
-  for (const [name, value] of [["stroke", "#fff"], ["stroke-width", 3], ["paint-order", "stroke"]]) {
-    text.setAttribute(name, value);
-  }
-  return [line, text];
+  return [line, haloed(label(search.chance(child).toFixed(2), ...middle, "#333"), "#fff")];
 }
 
 function inner(node, { x, y }, seen, current) {
@@ -66,18 +60,27 @@ function inner(node, { x, y }, seen, current) {
   return group;
 }
 
-function leaf(read, { x, y }, colour, seen, lit) {
+function leaf(read, { x, y }, seen, lit) {
   const r = 9 + 9 * Math.sqrt(read.weight);
-  const fill = seen ? colour : "#fff";
+  const fill = seen ? read.colour : "#fff";
   const stroke = lit ? "#000" : seen ? "#333" : "#d4d4d4";
   const shape = read.points.length > 1
     ? svg("path", { d: `M${x} ${y - r}L${x + r} ${y + r * 0.8}L${x - r} ${y + r * 0.8}Z`, fill, stroke })
     : svg("circle", { cx: x, cy: y, r, fill, stroke });
   shape.setAttribute("stroke-width", lit ? 3 : 1);
-  const group = svg("g", { "data-node": read.node }, shape, label(read.node, x, y + 4, seen ? "#fff" : "#aaa"));
+  const number = haloed(label(read.node, x, y + 4, seen ? inkOn(read.colour) : "#aaa"), fill);
+  const group = svg("g", { "data-node": read.node }, shape, number);
   const below = label(seen ? `${(100 * read.weight).toFixed(0)}%` : "", x, y + r + 13, "#333");
   group.append(below);
   return group;
+}
+
+// Letters with an edge, readable where they leave their shape or cross a line.
+function haloed(text, colour) {
+  for (const [name, value] of [["stroke", colour], ["stroke-width", 3], ["paint-order", "stroke"]]) {
+    text.setAttribute(name, value);
+  }
+  return text;
 }
 
 function label(words, x, y, fill) {
