@@ -1,7 +1,8 @@
 # Two commands do everything on a machine with Python 3.11+, make and pip:
 #   make demo    train three models on the copy task and show what came out (1 to 2 minutes on 2 cores)
 #   make test    lint, types, tests
-#   make docs    build the documentation site in build/site; warnings are errors
+#   make docs    build the documentation site in build/site; warnings are errors. The live page is part of it where npm
+#                is there, or RUNTIME=a copy of onnxruntime-web; a line says so where it is not
 # On a machine with an NVIDIA GPU, `make test-gpu` runs the tests that need one.
 # `make test-slow` runs what takes minutes: compiled exports, and the live page in a browser. It needs npm and Chromium
 # (Debian: apt-get install chromium npm; or .venv/bin/playwright install chromium) and skips the page without them.
@@ -26,6 +27,7 @@ test-slow: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs
 
 docs: $(INSTALLED)
+	@$(BIN)/python docs/live.py build/live $(if $(RUNTIME),"$(RUNTIME)")
 	@$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . build/site
 	@echo "written: build/site/index.html"
 
