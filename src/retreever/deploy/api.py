@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from retreever.arguments import check_bool, check_choice, check_int, reject
 from retreever.attention_inputs import check_budget
+from retreever.deploy.example import example
 from retreever.deploy.formats import ENDINGS, FORMATS, Axes, Format, check_compiled, trace, write
-from retreever.deploy.parts import Encode, Predict, Query
+from retreever.deploy.parts import Encode, Predict, Query, Tokens
 from retreever.errors import ConfigError
 from retreever.files import make_folder, os_errors, write_text
 from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
 from retreever.models.sampled import SampledProcess
+from retreever.models.series.base import SeriesModel
 from retreever.ops.backend import KERNELS, without
 from retreever.tree.build import plan_for
 from retreever.tree.plan import TreePlan
@@ -28,7 +30,6 @@ from retreever.version import __version__
 
 ABOUT = "export.json"
 ONE, TWO = ("predict",), ("encode", "query")  # the parts
-QUERIES = 3  # of the example a program is traced with; it takes any number
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def export(
     files = {name: folder / f"{name}{ENDINGS[format]}" for name in (ONE if one else TWO)}
     taken = [str(file) for file in (*files.values(), folder / ABOUT) if file.exists()]
     if taken and not overwrite:
-        raise ConfigError(f"out: expected no earlier export, got {', '.join(taken)} (overwrite replaces them)")
+        raise ConfigError(f"out: expected no earlier export, got {', '.join(taken)} (--overwrite replaces them)")
     parts = _parts(model, n, one, budget, any_budget, explain, batch)
     with os_errors(folder, "cannot be written"):
         make_folder(folder)
@@ -116,7 +117,7 @@ def _replace(draft: Path, folder: Path) -> None:
 def _check(
     model: Model,
     n: int,
-    format: Format,
+    form: Format,
     one: bool,
     budget: int | None,
     any_budget: bool,
@@ -126,13 +127,15 @@ def _check(
     if not isinstance(model, Model):
         reject("model", "a model of this package", type(model).__name__)
     check_int("n", n, 1)
-    check_choice("format", format, FORMATS)
+    check_choice("format", form, FORMATS)
     for name, value in (("one", one), ("any_budget", any_budget), ("explain", explain)):
         check_bool(name, value)
     if batch is not None:
         check_int("batch", batch, 1)
     if isinstance(model, SampledProcess):
         reject("model", "a model that predicts without drawing samples", type(model).__name__)
+    if isinstance(model, SeriesModel) and not model.capturable:
+        reject("model", "one with solver='fixed': an adaptive one takes steps that no file could hold", "'adaptive'")
     if budget is not None and not isinstance(model, ReTreever):
         reject("budget", "None for a model that builds no tree", budget)
     if one and (any_budget or explain):
@@ -148,18 +151,19 @@ def _parts(
     model: Model, n: int, one: bool, budget: int | None, any_budget: bool, explain: bool, batch: int | None
 ) -> dict[str, _Part]:
     """The modules to trace, each with arguments and axes in the order of its `forward`."""
-    xc, yc, mask, xt = _example(model, n, batch)
+    context, xt = example(model, n, batch)
+    tokens = model.config.inputs == "tokens"
     rows: Axes = {0: "b"} if batch is None else {}
-    context = {"xc": xc, "yc": yc, "mask": mask}
     queries: Axes = rows | {1: "m"}
     if one or not isinstance(model, ReTreever):
         axes = {**dict.fromkeys(context, rows), "xt": queries}
-        return {"predict": _Part(Predict(model, budget), {**context, "xt": xt}, axes)}
-    encode = Encode(model)
+        predict = Predict(model, budget)
+        return {"predict": _Part(Tokens(predict) if tokens else predict, {**context, "xt": xt}, axes)}
+    encode = Tokens(Encode(model)) if tokens else Encode(model)
     plan = plan_for(n, model.config.branch, ragged=True)
     limit = _limit(model, n, budget, any_budget)
     with torch.no_grad(), without(*KERNELS):  # compiling kernels would take longer than this one call
-        tree = encode(xc, yc, mask)
+        tree = encode(*context.values())
     arguments = {name: tree[name].contiguous() for name in ("keys", "values", "node_mask")}
     axes = {**dict.fromkeys(arguments, rows), "xt": queries}
     arguments["xt"] = xt
@@ -178,19 +182,6 @@ def _limit(model: ReTreever, n: int, budget: int | None, any_budget: bool) -> in
     if any_budget:
         return n if limit is None else min(limit, n)
     return limit
-
-
-def _example(model: Model, n: int, batch: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A context of n points and a few queries, as the model takes them."""
-    config = model.config
-    sequence = config.inputs == "sequence"
-    b, dx = batch or 2, 1 if sequence else config.dim_x
-    generator = torch.Generator().manual_seed(0)
-    xc = torch.rand(b, n, dx, generator=generator)
-    yc = torch.rand(b, n, config.dim_y, generator=generator)
-    if sequence:
-        yc = torch.randint(config.dim_y, (b, n), generator=generator)
-    return xc, yc, torch.ones(b, n, dtype=torch.bool), torch.rand(b, QUERIES, dx, generator=generator)
 
 
 def _write(part: _Part, file: Path, format: Format) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,13 +68,14 @@ def _onnx(program: ExportedProgram, file: Path, outputs: Sequence[str]) -> None:
     from retreever.deploy.onnx_sort import translations
 
     names = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]
-    found = torch.onnx.export(
-        program,
-        dynamo=True,
-        verbose=False,
-        input_names=names,
-        custom_translation_table=translations(),
-    )
+    try:
+        found = torch.onnx.export(
+            program, dynamo=True, verbose=False, input_names=names, custom_translation_table=translations()
+        )
+    except torch.onnx.OnnxExporterError as error:
+        operation = re.search(r"op='([\w.]+)'", str(error))
+        what = operation[1] if operation else "an operation of this model"
+        raise BackendError(f"format: torch {torch.__version__} has no ONNX for {what}; take pt2") from error
     assert found is not None
     graph = found.model.graph
     for node in graph:
@@ -111,12 +113,13 @@ def check_compiled(file: Path, arguments: Sequence[Tensor], wanted: Mapping[str,
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the notes of torch's own exporters on their own parts."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript"))}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)

@@ -107,6 +107,20 @@ class Predict(nn.Module):
         return outputs(self.model.predict(xc, yc, xt, mask))
 
 
+class Tokens(nn.Module):
+    """`Encode` or `Predict` for raw tokens, which have no values."""
+
+    def __init__(self, part: Encode | Predict) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(
+        self, tokens: Float[Tensor, "b n c"], mask: Bool[Tensor, "b n"], xt: Float[Tensor, "b m q"] | None = None
+    ) -> Named:
+        asked = () if xt is None else (xt,)
+        return self.part(tokens, tokens[..., :0], mask, *asked)
+
+
 def outputs(dist: Distribution) -> Named:
     """The numbers of a distribution: log-probabilities of classes, or mean and standard deviation."""
     if isinstance(dist, Categorical):

@@ -65,7 +65,9 @@ def _own_depth(plan: TreePlan, node_mask: Bool[Tensor, "b t"]) -> tuple[Tensor, 
     real = node_mask[:, plan.leaf_offset :]
     ends = torch.arange(1, plan.leaves + 1, device=real.device)
     blocks = ((real * ends).amax(dim=1) + plan.block - 1) // plan.block  # a context lies on the leftmost of them
-    reach = plan.branch ** torch.arange(plan.depth, device=real.device)  # blocks below a node, from the last level up
+    level = torch.arange(plan.depth, device=real.device)
+    # Blocks below a node, from the last level up; a product, as AOTInductor takes `**` for floats.
+    reach = torch.where(level[:, None] > level, plan.branch, 1).prod(dim=1)
     return (blocks[:, None] > reach).sum(dim=1), blocks, real.sum(dim=1)
 
 

@@ -252,7 +252,8 @@ class LeafLayout:
 
 def leaf_layout(plan: TreePlan, lengths: Int[Tensor, " b"]) -> LeafLayout:
     """The layout when row i has its real tokens at 0..lengths[i]-1."""
-    powers = plan.branch ** torch.arange(plan.depth + 1, device=lengths.device)
+    level = torch.arange(plan.depth + 1, device=lengths.device)
+    powers = torch.where(level[:, None] > level, plan.branch, 1).prod(dim=1)  # AOTInductor takes `**` for floats
     depth = (powers[1:] < lengths[:, None]).sum(dim=1)  # each row's own depth: branch^d <= n - 1
     blocks = powers[depth][:, None].clamp_min(1)  # compiled code may also divide in lanes that it throws away
     slot = torch.arange(plan.leaves, device=lengths.device)

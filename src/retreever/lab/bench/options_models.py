@@ -22,7 +22,7 @@ class ExportBench(BenchOptions):
     models: tuple[Shipped, ...] = SHIPPED
     """Weights in the package."""
     formats: tuple[Literal["onnx", "pt2", "aoti"], ...] = ("onnx", "pt2")
-    """Formats; aoti compiles for minutes, and is refused where torch compiles it wrongly."""
+    """Formats; aoti compiles for about a minute a model, with a C++ compiler."""
     n: int = 64
     """Context points, all of them real."""
     queries: int = 64
