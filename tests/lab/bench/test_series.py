@@ -29,14 +29,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_measures_training_and_answers(data: Path, tmp_path: Path) -> None:
-    models = ("mtand-enc", "grud", "latent-ode-rnn")
+    models = ("mtand-enc", "grud", "grud-16", "latent-ode-rnn")
     SeriesBench(out=tmp_path, models=models, batch=2, data=data, device="cpu", samples=3, seconds=0.01).run()
     result = json.loads((tmp_path / "series-cpu.json").read_text())
-    rows = {row["method"]: row for row in result["rows"]}
+    rows = {row["name"]: row for row in result["rows"]}
     assert tuple(rows) == models and rows["mtand-enc"]["parameters"] == 1_627_659
+    assert (rows["grud-16"]["method"], rows["grud-16"]["state"], rows["grud"]["state"]) == ("grud", 16, 128)
     assert rows["latent-ode-rnn"]["evaluations"] == 49 and rows["grud"]["evaluations"] is None
     assert all(row["us"] > 0 and row["epoch_s"] > 0 and not row["graph"] for row in rows.values())
-    assert result["summary"]["times_mtand"][0] == {"method": "mtand-enc", "ratio": 1.0}
+    assert result["summary"]["times_mtand"][0] == {"name": "mtand-enc", "ratio": 1.0}
     text = (tmp_path / "series-cpu.md").read_text()
     assert "s an epoch" in text and "1,627,659" in text
 

@@ -102,7 +102,7 @@ class SeriesBench(BenchOptions):
     """All models of Human Activity: parameters, time of an epoch of training, time of an answer."""
 
     models: tuple[str, ...] = SERIES + POINT_MODELS
-    """Models, by their names in `retreever train activity`."""
+    """Models, by their names in `retreever train activity`; grud-512 is one as wide as that."""
     batch: int = 64
     """Windows per training step and per call."""
     solver: Literal["fixed", "adaptive"] = "fixed"
