@@ -102,3 +102,16 @@ def test_plain_torch_needs_no_kernel_module(monkeypatch: pytest.MonkeyPatch) -> 
     plan = TreePlan(9)
     q, keys = torch.randn(1, 3, 2, 4), torch.randn(1, plan.nodes, 2, 4)
     assert tree_attention(q, keys, keys, plan, impl="reference").output.isfinite().all()
+
+
+def test_compiled_code_runs_the_same_kernels() -> None:
+    """Up to torch 2.12 `torch.compiler.is_exporting` is True in compiled code, which must not pick plain torch."""
+    pytest.importorskip("numba")
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(choose("search", "auto", x))
+        return x + 1
+
+    torch.compile(look, backend="eager", fullgraph=True)(torch.zeros(1))
+    assert seen == ["numba"]

@@ -99,8 +99,12 @@ def interpreting() -> bool:
 
 
 def exporting() -> bool:
-    """Whether `torch.export` is tracing; its programs run without this package, so they must be plain torch."""
-    return getattr(torch.compiler, "is_exporting", lambda: False)()  # torch 2.6 has none
+    """Whether `torch.export` is tracing; its programs run without this package, so they must be plain torch.
+
+    Reads the flag behind `torch.compiler.is_exporting`, which up to torch 2.12 is True in everything torch.compile
+    traces.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", False)  # torch 2.6 has none
 
 
 def transformed() -> bool:
