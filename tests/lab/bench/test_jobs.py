@@ -109,13 +109,17 @@ def test_a_stopped_run_goes_on_with_what_is_missing(
 ) -> None:
     monkeypatch.setattr("retreever.lab.bench.jobs.MAKERS", {"nearest": lambda: jobs.Nearest(n=16)})
     words = ["bench", "jobs", "--seconds", "0.02", "--only", "nearest", "--device", "cpu", "--out", str(tmp_path)]
-    assert main([*words, "--seeds", "0"]) == 0
+    assert main([*words, "--seeds", "0", "--methods", "all tokens", "Perceiver IO"]) == 0
+    trained = {row["trained"] for row in json.loads((tmp_path / "jobs-cpu.json").read_text())["rows"]}
+    assert trained == {"nearest neighbour", "all tokens", "Perceiver IO"}
+    assert main([*words, "--seeds", "0", "--resume"]) == 0
     before = json.loads((tmp_path / "jobs-cpu.json").read_text())["rows"]
     capsys.readouterr()
     assert main([*words, "--seeds", "0", "1", "--resume"]) == 0
     assert "seed 0" not in capsys.readouterr().err
     after = json.loads((tmp_path / "jobs-cpu.json").read_text())["rows"]
-    assert after[: len(before)] == before and {row["seed"] for row in after[len(before) :]} == {1}
+    assert [row for row in after if row["seed"] != 1] == before
+    assert {row["trained"] for row in after if row["seed"] == 1} == {row["trained"] for row in before[1:]}
     assert main([*words[:2], "--seconds", "0.03", *words[4:], "--seeds", "0", "--resume"]) == 2
     assert "resume: expected an earlier run with" in capsys.readouterr().err
 

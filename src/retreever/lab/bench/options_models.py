@@ -13,6 +13,8 @@ Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
 SHIPPED: tuple[Shipped, ...] = get_args(Shipped)
 Jobs = Literal["fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo"]
 JOBS: tuple[Jobs, ...] = get_args(Jobs)
+Methods = Literal["all tokens", "Perceiver IO", "tree from scratch", "tree, nodes trained", "gp weights, tuned"]
+METHODS: tuple[Methods, ...] = get_args(Methods)
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ class JobsBench(BenchOptions):
     """Seeds to average over."""
     only: tuple[Jobs, ...] = ()
     """Jobs to run; all by default. Those whose data are absent are left out."""
+    methods: tuple[Methods, ...] = ()
+    """Methods to train; all by default. "all tokens" is also read through trees of means."""
     resume: bool = False
     """Keep the rows of an earlier run in the same folder, and train what is missing."""
 

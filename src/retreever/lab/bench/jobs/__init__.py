@@ -16,7 +16,7 @@ from retreever.lab.bench.jobs.jobs import Digits, Field, Job, Nearest, Photo
 from retreever.lab.bench.jobs.tables import draw_jobs, job_tables
 from retreever.lab.bench.jobs.training import ALL, measured, readings, rivals
 from retreever.lab.bench.machine import describe
-from retreever.lab.bench.options_models import JOBS, JobsBench
+from retreever.lab.bench.options_models import JOBS, METHODS, JobsBench
 from retreever.lab.bench.report import Row, Rows, Run, check_different
 
 MEANS = ("likelihood", "tokens", "us", "steps")
@@ -33,6 +33,8 @@ def measure(options: JobsBench) -> None:
     """Run the benchmark and write its files. Weights are float32 on every device."""
     for name in options.only:
         check_choice("only", name, JOBS)
+    for method in options.methods:
+        check_choice("methods", method, METHODS)
     check_different("seeds", options.seeds)
     for seed in options.seeds:
         check_int("seeds", seed, 0)
@@ -46,13 +48,14 @@ def measure(options: JobsBench) -> None:
     left: dict[str, str] = {}
     for name in options.only or JOBS:
         try:
-            add_rows(run, MAKERS[name](), options.seeds, rows)
+            add_rows(run, MAKERS[name](), options, rows)
         except BackendError as error:  # a package that the data come with is absent
             left[name] = str(error)
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     if not rows:
         reject("only", "a job whose data are here", left)
-    rows.sort(key=lambda row: JOBS.index(row["job"]))
+    order = ("", *METHODS)  # usual answers first
+    rows.sort(key=lambda row: (JOBS.index(row["job"]), order.index(row["trained"] if "steps" in row else "")))
     found = summary(rows)
     run.publish(rows, job_tables(run, found, left), partial(draw_jobs, run, found), {"jobs": found, "left_out": left})
 
@@ -76,7 +79,7 @@ def earlier(run: Run) -> Rows:
     return rows
 
 
-def add_rows(run: Run, job: Job, seeds: tuple[int, ...], rows: Rows) -> None:
+def add_rows(run: Run, job: Job, options: JobsBench, rows: Rows) -> None:
     """Add a row for every method, reading and seed that `rows` lack; all are saved after every training."""
     tests = job.tests()
     n = tests[0].xc.shape[1]
@@ -87,8 +90,8 @@ def add_rows(run: Run, job: Job, seeds: tuple[int, ...], rows: Rows) -> None:
             found = job.judged([answer(batch) for batch in tests], tests)
             rows.append({**where, "method": name, "trained": name, "seed": None, **found})
     for method, make in rivals(job, n).items():
-        for seed in seeds:
-            if (job.name, method, seed) in known:
+        for seed in options.seeds:
+            if (job.name, method, seed) in known or method not in (options.methods or METHODS):
                 continue
             trained = make(run.options.seconds, seed, run.device)
             for name, model, reading in readings(method, trained, job, n):

@@ -56,6 +56,10 @@ class Job(ABC):
     def usual(self) -> dict[str, Answer]:
         """Answers without a network."""
 
+    def draws(self, seed: int, device: torch.device) -> torch.Generator:
+        """The stream of random training data: on the CPU, unless a job makes its data on the device."""
+        return torch.Generator().manual_seed(seed)
+
     def tests(self, count: int = 4) -> list[Batch]:
         """The test batches, the same in every run."""
         return [self.sample(2, stream(f"jobs-{self.name}", "test", index), test=True) for index in range(count)]
@@ -124,10 +128,14 @@ class Field(Job):
 
     def sample(self, size: int, generator: torch.Generator, test: bool = False) -> Batch:
         """Fresh fields."""
-        n = self.n
-        if n > PART and not test and torch.rand((), generator=generator) < 7 / 8:
+        n, device = self.n, generator.device
+        if n > PART and not test and torch.rand((), generator=generator, device=device) < 7 / 8:
             size, n = AT_ONCE // PART, PART
-        return Batch(*draw_fields(size, n, 64, generator, torch.device("cpu")))
+        return Batch(*draw_fields(size, n, 64, generator, device))
+
+    def draws(self, seed: int, device: torch.device) -> torch.Generator:
+        """On the device: drawing thousands of points takes a CPU longer than a GPU takes for the step."""
+        return torch.Generator(device).manual_seed(seed)
 
     def usual(self) -> dict[str, Answer]:
         """The mean of the nearest points, as many as did best on training fields."""

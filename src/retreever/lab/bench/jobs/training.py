@@ -95,7 +95,7 @@ def train(job: Job, model: Any, seconds: float, seed: int, device: torch.device,
     learned = [weight for weight in model.parameters() if weight.requires_grad]
     rate = job.rate if rate is None else rate
     optimiser = torch.optim.Adam(learned, rate, fused=True)
-    data, paths = (torch.Generator().manual_seed(2 * seed + part) for part in (0, 1))
+    data, paths = job.draws(2 * seed, device), torch.Generator().manual_seed(2 * seed + 1)
     model.train()
     spent, steps = 0.0, 0
     while spent < seconds:
