@@ -16,6 +16,7 @@ from retreever import NP, ReTreever, TransformerCA, TreeCrossAttention, export, 
 from retreever.cli import main
 from retreever.deploy.formats import trace
 from retreever.errors import BackendError, RetreeverError
+from retreever.lab.export import Export
 
 MODELS = {"gp": 9, "emnist": 5, "activity": 4, "copy-256": 4, "copy-1024": 3}
 LARGE = {"gp": 48, "emnist": 200, "activity": 50, "copy-256": 128}  # contexts as large as in training
@@ -90,9 +91,10 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     return float(((found.double() - wanted).abs() / wanted.abs().clamp_min(1)).max())
 
 
-def test_two_files_any_batch_and_any_budget(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_count", [False, True])
+def test_two_files_any_batch_and_any_budget(log_count: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = ReTreever(dim=16, heads=2, layers=0, hidden=16).eval()
+    model = ReTreever(dim=16, heads=2, layers=0, hidden=16, log_count=log_count).eval()
     made = export(model, tmp_path, n=4, any_budget=True, batch=None)
     assert made.about["files"]["query"]["inputs"]["xt"]["shape"] == ["b", "m", 1]
     assert json.loads((tmp_path / "export.json").read_text())["tree"]["leaves"] == 4
@@ -210,6 +212,7 @@ def test_traces_take_any_number_of_queries() -> None:
             "budget: expected None for a model that builds no tree, got 2",
         ),
         ({"out": None}, "out: expected a folder, got NoneType"),
+        ({"overwrite": "no"}, "overwrite: expected True or False, got 'no'"),
         ({"model": torch.nn.Linear}, "model: expected a model of this package, got Linear"),
     ],
 )
@@ -241,10 +244,37 @@ def test_an_export_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "export.json").unlink()  # what no export describes is not ours to delete
     export(TransformerCA(dim=16, layers=0), tmp_path, n=4, one=True, format="pt2")
     assert {file.name for file in tmp_path.iterdir()} == {"encode.pt2", "query.pt2", "predict.pt2", "export.json"}
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / "query.onnx").mkdir()
+    with pytest.raises(RetreeverError, match=r"^out: expected files of an earlier export, got the folder "):
+        export(model, tmp_path, n=4, format="pt2", overwrite=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RetreeverError, match=r"file: cannot be written"):
         export(model, tmp_path / "file", n=4, format="pt2")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_cannot_be_traced_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Loud(torch.nn.Module):
+        def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+            return tokens if float(tokens.abs().sum()) > 3 else 2 * tokens
+
+    model = ReTreever(dim=16, layers=0)
+    model.encoder = Loud()
+    with pytest.raises(RetreeverError, match=r"^model: expected operations that torch.export can trace, got .*$"):
+        export(model, tmp_path, n=4, format="pt2")
+    assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir())
+
+
+def test_weights_go_by_name_and_runs_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that happens to have the name of weights is no run, unless it has the settings of one."""
+    monkeypatch.chdir(tmp_path)
+    Path("gp").mkdir()
+    assert not Export("gp", 4).is_run and Export("./gp/deeper", 4).is_run and Export("runs/gp-nosuch", 4).is_run
+    assert not Export("a/b", 4, weights=tmp_path).is_run
+    Path("gp", "config.json").write_text("{}")
+    assert Export("gp", 4).is_run
 
 
 def test_the_command_refuses_to_replace_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

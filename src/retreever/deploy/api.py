@@ -85,6 +85,7 @@ def export(
     if not isinstance(out, str | Path):
         reject("out", "a folder", type(out).__name__)
     check_budget(budget)
+    check_bool("overwrite", overwrite)
     _check(model, n, format, one, budget, any_budget, explain, batch)
     model = deepcopy(model).cpu().eval().requires_grad_(False)
     folder = Path(out)
@@ -105,13 +106,17 @@ def export(
 
 def _replace(draft: Path, folder: Path) -> None:
     """Put the files in `draft` in place of those of an earlier export. Without export.json it is not whole."""
-    if (folder / ABOUT).exists():
-        (folder / ABOUT).unlink()
-        for name in (*ONE, *TWO):
-            for ending in ENDINGS.values():
-                (folder / f"{name}{ending}").unlink(missing_ok=True)
-    for file in draft.iterdir():
-        file.replace(folder / file.name)
+    new = {file.name: file for file in draft.iterdir()}
+    earlier = (folder / ABOUT).exists()
+    every = [folder / f"{name}{ending}" for name in (*ONE, *TWO) for ending in ENDINGS.values()]
+    if in_the_way := [str(file) for file in every if file.is_dir()]:
+        raise ConfigError(f"out: expected files of an earlier export, got the folder {in_the_way[0]}")
+    (folder / ABOUT).unlink(missing_ok=True)
+    for name, file in new.items():
+        file.replace(folder / name)
+    for file in every:
+        if earlier and file.name not in new:
+            file.unlink(missing_ok=True)
 
 
 def _check(

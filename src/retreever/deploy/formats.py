@@ -6,8 +6,9 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,8 +29,12 @@ def trace(part: nn.Module, arguments: Sequence[Tensor], axes: Sequence[Axes]) ->
     """The program of a module in plain torch, without weights it does not use and without traces of the source."""
     dims: dict[str, Any] = {name: Dim(name, min=1) for of_one in axes for name in of_one.values()}
     shapes = tuple({axis: dims[name] for axis, name in of_one.items()} for of_one in axes)
-    with torch.no_grad(), without(*KERNELS), quiet():
-        program = torch.export.export(part, tuple(arguments), dynamic_shapes=shapes, strict=False)
+    try:
+        with torch.no_grad(), without(*KERNELS), quiet(), redirect_stderr(StringIO()):  # torch shows whole graphs there
+            program = torch.export.export(part, tuple(arguments), dynamic_shapes=shapes, strict=False)
+    except (RuntimeError, torch._dynamo.exc.TorchDynamoException) as error:  # by a module of somebody's own
+        reason = str(error).strip().partition("\n")[0]
+        raise BackendError(f"model: expected operations that torch.export can trace, got {reason}") from error
     clean(program)
     return program
 

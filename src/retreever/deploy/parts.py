@@ -15,10 +15,11 @@ from retreever.models.base import Model
 from retreever.models.retreever import ReTreever
 from retreever.ops.frontier.api import read_rows
 from retreever.ops.frontier.reference import frontier_reference
-from retreever.ops.search.api import TreeAttention, search
+from retreever.ops.search.api import TreeAttention, search, walk
 from retreever.ops.search.inputs import SearchInputs
-from retreever.ops.search.reference import score_rows, search_reference
+from retreever.ops.search.reference import score_rows
 from retreever.tree.budget import spread_up_to
+from retreever.tree.means import log_counts
 from retreever.tree.plan import TreePlan
 from retreever.tree.selected import selected_nodes
 
@@ -67,7 +68,8 @@ class Query(nn.Module):
         query = self.model.embed.query(xt)
         block = self.model.attention.block
         normed, q = block.start(query)
-        inputs = SearchInputs(q, keys, values, self.plan, node_mask)
+        counts = log_counts(self.plan, node_mask, keys) if self.model.attention.log_count else None
+        inputs = SearchInputs(q, keys, values, self.plan, node_mask, log_count=counts)
         found = search(inputs, "reference", self.budget) if budget is None else self._up_to(inputs, budget)
         named = outputs(self.model.head(block.finish(query, normed, found.output)))
         rows = selected_nodes(self.plan, found.path, node_mask) if found.rows is None else found.rows
@@ -77,13 +79,13 @@ class Query(nn.Module):
     def _up_to(self, inputs: SearchInputs, budget: Int[Tensor, " one"]) -> TreeAttention:
         """The search under a budget that is known only when the graph runs."""
         assert self.budget is not None and inputs.node_mask is not None
-        _, path, log_prob, entropy = search_reference(inputs)
+        _, path, log_prob, entropy = walk(inputs, "reference")
         open_ = spread_up_to(self.plan, self.budget, budget, inputs.node_mask)
         rows = frontier_reference(inputs, path, self.budget, open_)
         return TreeAttention(read_rows(inputs, rows).output, path, log_prob, entropy, None, rows)
 
     def _explained(self, inputs: SearchInputs, rows: Int[Tensor, "b m s"]) -> Named:
-        scores = score_rows(inputs.q, inputs.keys, inputs.node_mask, rows.clamp_min(0))
+        scores = score_rows(inputs.q, inputs.keys, inputs.node_mask, rows.clamp_min(0), inputs.log_count)
         weights = scores.masked_fill((rows < 0)[..., None], -torch.inf).softmax(dim=2).mean(dim=3)
         return {"weights": weights, "policy": policy(inputs)}
 
@@ -134,6 +136,8 @@ def policy(inputs: SearchInputs) -> Float[Tensor, "b m inner"]:
     plan, mask = inputs.plan, inputs.node_mask
     inner = slice(0, plan.leaf_offset)
     scores = torch.einsum("bmhe,bthe->bmth", inputs.q, inputs.keys[:, inner]) * inputs.q.shape[-1] ** -0.5
+    if inputs.log_count is not None:
+        scores = scores + inputs.log_count[:, None, inner, None]
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, inner, None], -torch.inf)
     siblings = scores.unflatten(2, (-1, plan.branch))

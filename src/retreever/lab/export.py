@@ -36,16 +36,20 @@ class Export:
     overwrite: bool = False
     """Replace the files of an earlier export."""
 
+    @property
+    def is_run(self) -> bool:
+        """Whether `what` is a run, not a name: a path, or a folder with the settings of one."""
+        what = Path(self.what)
+        return self.weights is None and (len(what.parts) > 1 or (what / "config.json").exists())
+
     def run(self) -> None:
         """Write the files and print their sizes."""
         from retreever.deploy.api import export
         from retreever.lab.recipes.command import load_run
         from retreever.pretrained.load import load_pretrained
 
-        folder = Path(self.what)
-        model = load_run(folder)[1] if folder.is_dir() else load_pretrained(self.what, self.weights)
         found = export(
-            model,
+            load_run(Path(self.what))[1] if self.is_run else load_pretrained(self.what, self.weights),
             self.out,
             n=self.n,
             format=self.format,

@@ -50,13 +50,14 @@ def spread(plan: TreePlan, budget: int, node_mask: Bool[Tensor, "b t"] | None) -
 
 
 def spread_up_to(plan: TreePlan, most: int, budget: Int[Tensor, " one"], node_mask: Bool[Tensor, "b t"]) -> Spread:
-    """`spread` for a budget from 1 to `most` that is a tensor: one graph for all of them, as wide as the widest."""
+    """`spread` for a budget that is a tensor, `most` where it is larger: one graph for all, as wide as the widest."""
+    budget = budget.clamp(1, most)
     tables = [_table(plan.branch, plan.depth, plan.block, number) for number in range(1, most + 1)]
     widest = tuple(tuple(map(max, zip(*rows, strict=True))) for rows in zip(*tables, strict=True))
     own, blocks, real = _own_depth(plan, node_mask)
     covered = (real <= budget) & (blocks <= budget.clamp(plan.tokens, plan.leaves))
     every = torch.tensor(tables, device=node_mask.device).view(most, plan.depth + 1, plan.depth)
-    chosen = every.index_select(0, budget.clamp(1, most) - 1)[0]
+    chosen = every.index_select(0, budget - 1)[0]
     return Spread(widest, own.masked_fill(covered, -1), chosen)
 
 

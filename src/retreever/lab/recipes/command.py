@@ -210,8 +210,9 @@ def find_run(path: Path) -> RunFolder:
 def load_run(path: Path, checkpoint: str = "best") -> tuple[Recipe, Model, int]:
     """Recipe, trained model and number of steps of a run folder."""
     folder = find_run(path)
+    settings = folder.config()
     try:
-        recipe = recipe_from_json(folder.config())
+        recipe = recipe_from_json(settings)
     except ConfigError as error:
         raise ConfigError(f"{path}/{error}") from None
     found = folder.checkpoints / "best" if checkpoint == "best" else latest_checkpoint(folder.checkpoints)

@@ -111,7 +111,7 @@ def full_attention(
 
 def search(inputs: SearchInputs, impl: Impl, budget: int | None = None, lse: bool = False) -> TreeAttention:
     """`tree_attention` without its checks, for callers that have checked."""
-    walked = _walk(inputs if inputs.log_count is None else _with_counts(inputs), impl)
+    walked = walk(inputs, impl)
     plan = inputs.plan
     if budget is None and not lse and inputs.log_count is None:
         return tuple.__new__(TreeAttention, (*walked, None, None))
@@ -127,7 +127,10 @@ def search(inputs: SearchInputs, impl: Impl, budget: int | None = None, lse: boo
     return TreeAttention(part.output, *walked[1:], part.lse if lse else None, None if budget is None else rows)
 
 
-def _walk(inputs: SearchInputs, impl: Impl) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def walk(inputs: SearchInputs, impl: Impl) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, path, log-probability and entropy of one path; the output is of no use where there are log counts."""
+    if inputs.log_count is not None:
+        inputs = _with_counts(inputs)
     name = choose("search", impl, inputs.q)
     if name != "reference" and transformed():
         if impl != "auto":

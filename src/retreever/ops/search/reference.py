@@ -91,7 +91,7 @@ def score_rows(
     """Scaled dot products of each query with the nodes of `index`, plus their log count; -inf at padding."""
     scores = (q[:, :, None] * pick_rows(keys, index, mask)).sum(dim=-1) * q.shape[-1] ** -0.5
     if log_count is not None:
-        batch = torch.arange(len(log_count), device=log_count.device)[:, None, None]
+        batch = torch.arange(log_count.shape[0], device=log_count.device)[:, None, None]
         scores = scores + log_count[batch, index][..., None]
     if mask is None:
         return scores
