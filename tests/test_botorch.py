@@ -15,7 +15,7 @@ pytest.importorskip("botorch", reason="optimisation needs botorch: pip install '
 
 from botorch.acquisition import LogExpectedImprovement, qLogExpectedImprovement, qUpperConfidenceBound
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
-from botorch.models.transforms import Standardize
+from botorch.models.transforms import Bilog, Log, Standardize
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
 from botorch.utils.testing import BotorchTestCase
@@ -152,6 +152,7 @@ def test_mixtures_of_functions_are_matched_by_their_moments() -> None:
         (torch.zeros(0, 1), "X: expected shape"),
         ([0.0], "X: expected shape .* got list"),
         (torch.zeros(2, 1, dtype=torch.int64), "X: expected a floating point dtype"),
+        (torch.full((2, 1), torch.nan), "X: expected finite values"),
     ],
 )
 def test_points_that_do_not_fit_are_named(points: Any, said: str) -> None:
@@ -161,8 +162,11 @@ def test_points_that_do_not_fit_are_named(points: Any, said: str) -> None:
         model.posterior(points)
     with pytest.raises(InputError, match=r"^Y: expected shape \(..., 2, 1\), not empty, got"):
         model.condition_on_observations(x[:2], y[:3])
-    with pytest.raises(InputError, match=r"^output_indices: expected indices of 1 outputs"):
-        model.posterior(x, output_indices=[7])
+    for indices in ([7], [], [[0]], [False], [0.0], [-1]):
+        with pytest.raises(InputError, match=r"^output_indices: expected indices of 1 outputs"):
+            model.posterior(x, output_indices=indices)
+    with pytest.raises(InputError, match=r"^Y: expected a batch that goes with \(3,\), that of X, got \(4, 2, 1\)"):
+        model.condition_on_observations(x[:2].expand(3, -1, -1), y[:2].expand(4, -1, -1))
     with pytest.raises(InputError, match=r"^X: expected a batch that goes with \(3,\)"):
         to_botorch(a_model(), x.expand(3, -1, -1), y.expand(3, -1, -1)).posterior(x.expand(2, -1, -1))
 
@@ -192,6 +196,30 @@ def test_what_does_not_fit_is_named() -> None:
         to_botorch(GRUD(), x, y)
     with pytest.raises(InputError, match="model: expected a model of points"):
         to_botorch(a_model(head="categorical", outputs=3), x, y)
+    with pytest.raises(InputError, match="model: expected one whose outputs are those of its context, got 2 and 1"):
+        to_botorch(a_model(dim_y=2, outputs=1), x, y)
+    for transform, said in (
+        ("standardize", "an outcome transform of BoTorch, or None, got 'standardize'"),
+        (Standardize, "an outcome transform of BoTorch, or None, got <class"),
+        (Standardize(m=2), "one for 1 outputs, got"),
+        (Log(), "finite values, got"),  # of negative outcomes
+    ):
+        with pytest.raises(InputError, match=f"^outcome_transform: expected {said}"):
+            to_botorch(a_model(), x, y, transform)
+
+
+@pytest.mark.parametrize("kind", [Log, Bilog, Standardize])
+def test_outputs_of_a_transformed_model_are_those_of_all(kind: type) -> None:
+    """Also where a transform has no mean of its own: samples of one output are samples of it."""
+    x, y = observed(outputs=2)
+    model = to_botorch(a_model(dim_y=2), x, y + 3, kind(m=2) if kind is Standardize else kind())
+    both, second = model.posterior(x), model.posterior(x, output_indices=[1])
+    assert type(second) is type(both)
+    torch.manual_seed(0)
+    drawn = second.rsample(torch.Size([4000]))
+    assert drawn.shape == (4000, 5, 1) and (kind is not Log or bool((drawn > 0).all()))
+    means = [part.rsample(torch.Size([4000])).mean(dim=0)[:, -1] for part in (both, second)]
+    torch.testing.assert_close(*means, rtol=0.2, atol=0.2)
 
 
 def test_without_botorch_the_error_names_the_extra() -> None:

@@ -22,6 +22,7 @@ from retreever.models.series.base import SeriesModel
 try:
     from botorch.models.model import FantasizeMixin
     from botorch.models.model import Model as BotorchModel
+    from botorch.models.transforms.outcome import OutcomeTransform
     from botorch.posteriors import GPyTorchPosterior, Posterior
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
     from linear_operator.operators import DiagLinearOperator
@@ -49,7 +50,16 @@ def to_botorch(
             to the scale the model was trained on.
     """
     _check(model, train_X, train_Y)
-    return ContextModel(deepcopy(model), train_X, train_Y, deepcopy(outcome_transform))  # BoTorch changes its dtype
+    if not isinstance(outcome_transform, OutcomeTransform | None):
+        reject("outcome_transform", "an outcome transform of BoTorch, or None", repr(outcome_transform))
+    try:
+        found = ContextModel(
+            deepcopy(model), train_X, train_Y, deepcopy(outcome_transform)
+        )  # BoTorch changes its dtype
+    except RuntimeError as error:
+        reject("outcome_transform", f"one for {train_Y.shape[-1]} outputs", error)
+    check_finite("outcome_transform", found._values)
+    return found
 
 
 class ContextModel(BotorchModel, FantasizeMixin):
@@ -98,16 +108,16 @@ class ContextModel(BotorchModel, FantasizeMixin):
     ) -> Posterior:
         """Independent normals at the points `X`: q points and m outputs for every element of the batch."""
         self._check_points(X)
-        if output_indices is not None and (not output_indices or {*output_indices} - {*range(self.num_outputs)}):
+        if output_indices is not None and not _are_indices(output_indices, self.num_outputs):
             reject("output_indices", f"indices of {self.num_outputs} outputs", output_indices)
         mean, variance = self._moments(X)
-        found: Posterior = GPyTorchPosterior(_normal(mean, variance))
-        if hasattr(self, "outcome_transform"):
-            found = self.outcome_transform.untransform_posterior(found)
+        transform = getattr(self, "outcome_transform", None)
         if output_indices is not None:
-            if hasattr(self, "outcome_transform"):
-                mean, variance = found.mean, found.variance
-            found = GPyTorchPosterior(_normal(mean[..., output_indices], variance[..., output_indices]))
+            mean, variance = mean[..., output_indices], variance[..., output_indices]
+            transform = transform and transform.subset_output(output_indices)
+        found: Posterior = GPyTorchPosterior(_normal(mean, variance))
+        if transform is not None:
+            found = transform.untransform_posterior(found)
         return found if posterior_transform is None else posterior_transform(found)
 
     def condition_on_observations(
@@ -120,7 +130,10 @@ class ContextModel(BotorchModel, FantasizeMixin):
         self._check_points(X)
         _check_values("Y", Y, X.shape[-2], self.num_outputs)
         old_x, old_y = self.train_inputs[0], self.train_targets
-        batch = torch.broadcast_shapes(X.shape[:-2], Y.shape[:-2], self.batch_shape)
+        try:
+            batch = torch.broadcast_shapes(X.shape[:-2], Y.shape[:-2], self.batch_shape)
+        except RuntimeError:
+            reject("Y", f"a batch that goes with {tuple(X.shape[:-2])}, that of X", tuple(Y.shape))
         x, y = (
             torch.cat([part.expand(*batch, *part.shape[-2:]) for part in parts], dim=-2)
             for parts in ((old_x, X), (old_y, Y))
@@ -180,12 +193,12 @@ def _check(model: Model, x: Tensor, y: Tensor) -> None:
         reject("model", "a model of points with a Gaussian head", f"inputs {inputs} and head {model.config.head}")
     if isinstance(model, SeriesModel):
         reject("model", "a model of points, not of time series", type(model).__name__)
+    if model.config.out != model.config.dim_y:
+        reject("model", "one whose outputs are those of its context", f"{model.config.dim_y} and {model.config.out}")
     _check_values("train_X", x, "n", model.config.dim_x)
     _check_values("train_Y", y, "n", model.config.out)
     if x.shape[:-1] != y.shape[:-1]:
         reject("train_Y", f"shape {(*x.shape[:-1], y.shape[-1])}", tuple(y.shape))
-    check_finite("train_X", x)
-    check_finite("train_Y", y)
     check_tensor("train_X", x.reshape(-1, *x.shape[-2:]), "b n d")
 
 
@@ -196,6 +209,12 @@ def _check_values(name: str, value: Tensor, n: int | str, width: int) -> None:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         reject(name, f"shape (..., {n}, {width}), not empty", got)
     check_float(name, value)
+    check_finite(name, value)
+
+
+def _are_indices(found: object, count: int) -> bool:
+    """Whether they say which of `count` outputs are wanted."""
+    return isinstance(found, list | tuple) and bool(found) and all(type(i) is int and 0 <= i < count for i in found)
 
 
 def _normal(mean: Float[Tensor, "*batch q m"], variance: Float[Tensor, "*batch q m"]) -> MultivariateNormal:
