@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import Independent, Normal
 
-from retreever import Batch, InputError, ReTreever, Scaled, Scaler, TransformerCA
-from retreever.train import TrainConfig, fit, fit_staged
+from retreever import ANP, Batch, InputError, ReTreever, Scaled, Scaler, TransformerCA
+from retreever.train import TrainConfig, evaluate, fit, fit_staged
 from retreever.train.protocols import Searches
 
 SIZES: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "hidden": 16}
@@ -52,8 +52,9 @@ def test_unknown_values_stay_zero_and_do_not_count() -> None:
     flags = (torch.arange(7) % 2).float().expand(4, 7)[..., None]
     known = torch.ones(4, 5, 1, dtype=torch.bool)
     known[0, 0] = False
-    gaps = Batch(batch.xc, torch.cat([batch.yc * flags, flags], -1), batch.xt, batch.yt, output_mask=known)
-    spoilt = Batch(gaps.xc, gaps.yc, gaps.xt, gaps.yt.masked_fill(~known, 1e6), output_mask=known)
+    yc = torch.cat([batch.yc * flags, flags], -1)
+    gaps = replace(batch, yc=yc, target_mask=known[..., 0], output_mask=known)
+    spoilt = replace(gaps, yt=gaps.yt.masked_fill(~known, 1e6))
     one, other = Scaler.of(gaps), Scaler.of(spoilt)
     assert torch.equal(one.y_mean, other.y_mean)
     scaled = one.batch(gaps)
@@ -73,10 +74,28 @@ def test_a_scaled_model_trains_saves_and_predicts_in_the_units_of_the_data() -> 
     assert float(model(batch).total.detach()) < 10
 
 
+def test_mixtures_of_functions_are_scaled_back() -> None:
+    """Each of their components is; batches may be tuples."""
+    torch.manual_seed(0)
+    batch = data()
+    model = Scaled(ANP(dim_x=2, dim=16, heads=2), Scaler.of([(batch.xc, batch.yc, batch.xt, batch.yt)])).eval()
+    dist = model.predict(batch.xc, batch.yc, batch.xt, samples=3)
+    inner = model.model.answer(model.encode(batch.xc, batch.yc, samples=3), model.scaler.x(batch.xt))
+    assert dist.components.batch_shape == inner.components.batch_shape == (3, 4, 5)
+    assert abs(float(dist.mean.detach().mean()) - 300) < 15 and bool(dist.sample().isfinite().all())
+    assert evaluate(model, None, [batch]) == evaluate(model, None, [(batch.xc, batch.yc, batch.xt, batch.yt)])
+    with pytest.raises(InputError, match=r"^yt: expected shape \(b, m, dy=1\), got \(4, 5, 3\)"):
+        evaluate(model, None, [replace(batch, yt=batch.yt.expand(-1, -1, 3))])
+
+
 def test_what_cannot_be_scaled_is_refused_by_name() -> None:
     classes = Batch(torch.rand(1, 3, 1), torch.rand(1, 3, 1), torch.rand(1, 2, 1), torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(InputError, match=r"^batches: expected each a Batch with floating point"):
+    with pytest.raises(InputError, match=r"^yt: expected floats .b, m, dy., since classes have no scale"):
         Scaler.of(classes)
+    with pytest.raises(InputError, match=r"^yt: expected finite values"):
+        Scaler.of(replace(data(), yt=data().yt * torch.nan))
+    with pytest.raises(InputError, match=r"^model: expected one that predicts numbers"):
+        Scaled(ReTreever(dim_x=2, head="categorical", outputs=3, **SIZES), Scaler.of(data()))
     with pytest.raises(InputError, match=r"^dist: expected normal predictions"):
         Scaler(1, 1).invert(torch.distributions.Categorical(logits=torch.zeros(2, 3)))
 
@@ -107,9 +126,9 @@ def test_a_scaler_of_other_data_than_the_model_s_is_refused() -> None:
         InputError, match=r"^scaler: expected as many coordinates and outputs as the model has, 3 and 1"
     ):
         Scaled(ReTreever(dim_x=3, **SIZES), Scaler.of(data()))
-    with pytest.raises(InputError, match=r"^batches: expected each a Batch .* got tuple"):
+    with pytest.raises(InputError, match=r"^batches: expected items that are a Batch .* got tuple"):
         Scaler.of([(data().xc,)])  # type: ignore[list-item]
-    with pytest.raises(InputError, match=r"^batches: expected finite coordinates"):
+    with pytest.raises(InputError, match=r"^xc: expected finite values"):
         Scaler.of(replace(data(), xc=data().xc / 0))
 
 

@@ -75,6 +75,10 @@ class Batch:
     def validate(self) -> Batch:
         """Raise `InputError` unless shapes, types, devices and values fit together; returns the batch itself."""
         check_points("xc", self.xc, "yc", self.yc, self.context_mask, "context_mask")
+        return self.check_targets()
+
+    def check_targets(self) -> Batch:
+        """`validate` without what concerns the context alone."""
         yt = self.yt if self.output_mask is None else self._known(self.output_mask)
         check_points("xt", self.xt, "yt", yt, self.target_mask, "target_mask", axis="m")
         if self.output_mask is not None:
@@ -101,6 +105,19 @@ class Batch:
         if values_readable(known) and not bool(known.all()):
             unknown = f"{int((~known).sum())} without; leave them out by target_mask"
             reject("output_mask", "a known output for every real target", unknown)
+
+
+def as_batch(argument: str, found: Any) -> Batch:
+    """`found` as a `Batch`: as it is, or made of (xc, yc, xt, yt) and masks."""
+    if isinstance(found, tuple | list) and 4 <= len(found) <= 7 and all(isinstance(part, Tensor) for part in found[:4]):
+        found = Batch(*found)
+    if isinstance(found, Batch):
+        if isinstance(found.xc, Tensor) and 0 in found.xc.shape[:2]:
+            reject(argument, "batches of at least one row and one context point", tuple(found.xc.shape))
+        return found
+    parts = ", ".join(type(part).__name__ for part in found[:7]) if isinstance(found, tuple | list) else ""
+    got = f"{type(found).__name__} ({parts})" if parts else type(found).__name__
+    reject(argument, "items that are a Batch or a tuple of tensors (xc, yc, xt, yt)", got)
 
 
 def check_points(

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
 
 from retreever.arguments import check_int, reject
-from retreever.batch import Batch
-from retreever.checks import check_tensor
+from retreever.batch import Batch, as_batch
+from retreever.checks import check_finite, check_tensor
 from retreever.models.config import AnyConfig
+from retreever.nn.mixture import FunctionMixture
 from retreever.objective import Loss
 
 SMALLEST = 1e-6  # spread of a column that does not vary
@@ -38,10 +39,14 @@ class Scaler(nn.Module):
     @classmethod
     def of(cls, batches: Batch | Iterable[Batch]) -> Scaler:
         """Fitted to the real targets and context points of `batches`; unknown outputs do not count."""
-        found = [batches] if isinstance(batches, Batch) else list(batches)
-        if not found or not all(isinstance(batch, Batch) and batch.yt.dim() == 3 for batch in found):
-            kinds = ", ".join(sorted({type(batch).__name__ for batch in found})) or "none"
-            reject("batches", "each a Batch with floating point targets (b, m, dy)", kinds)
+        found = [as_batch("batches", batch) for batch in ([batches] if isinstance(batches, Batch) else batches)]
+        if not found:
+            reject("batches", "at least one batch", "none")
+        for batch in found:
+            check_tensor("xc", batch.xc, "b n dx")
+            check_finite("xc", batch.xc, batch.context_mask)
+            if not batch.check_targets().yt.dtype.is_floating_point:
+                reject("yt", "floats (b, m, dy), since classes have no scale", f"{batch.yt.dtype}")
         xs = [_real(b.xc, b.context_mask) for b in found] + [_real(b.xt, b.target_mask) for b in found]
         ys = torch.cat([_real(b.truth, b.target_mask) for b in found])
         moments = (*_moments(torch.cat(xs)), *_moments(ys))
@@ -67,12 +72,16 @@ class Scaler(nn.Module):
 
     def batch(self, batch: Batch) -> Batch:
         """The scaled batch."""
+        if not isinstance(batch, Batch):
+            reject("batch", "a Batch", type(batch).__name__)
         check_tensor("yt", batch.yt, "b m dy", dy=len(self.y_mean))
         yt = (batch.yt - self.y_mean) / self.y_spread
         return replace(batch, xc=self.x(batch.xc), yc=self.context(batch.yc), xt=self.x(batch.xt, "xt"), yt=yt)
 
     def invert(self, dist: Distribution) -> Distribution:
         """Predictions in the units of the targets."""
+        if isinstance(dist, FunctionMixture):
+            return FunctionMixture(self.invert(dist.components))
         if not isinstance(dist, Independent) or not isinstance(dist.base_dist, Normal):
             reject("dist", "normal predictions", type(dist).__name__)
         mean, spread = dist.base_dist.loc, dist.base_dist.scale
@@ -92,6 +101,8 @@ class Scaled(nn.Module):
         if not isinstance(scaler, Scaler):
             reject("scaler", "a Scaler", type(scaler).__name__)
         config = getattr(model, "config", None)
+        if isinstance(config, AnyConfig) and config.head == "categorical":
+            reject("model", "one that predicts numbers, since classes have no scale", f"the head {config.head}")
         widths = len(scaler.x_mean), len(scaler.y_mean)
         if isinstance(config, AnyConfig) and widths != (config.dim_x, config.out):
             wanted = f"as many coordinates and outputs as the model has, {config.dim_x} and {config.out}"
@@ -120,12 +131,19 @@ class Scaled(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name) if name in UNITLESS else super().__getattr__(name)
 
+    def take(self, batch: Batch) -> Batch:
+        """The scaled batch, checked against the model."""
+        taken: Batch = self.model.take(self.scaler.batch(batch))
+        return taken
+
     def loss(self, batch: Batch, *draws: Any) -> Loss:
         """The loss of the scaled batch."""
         return self.model.loss(self.scaler.batch(batch), *draws)
 
-    def forward(self, first: Batch | Tensor, *rest: Any, **named: Any) -> Any:
-        return self.loss(first, *rest) if isinstance(first, Batch) else self.predict(first, *rest, **named)
+    def forward(self, first: Batch | tuple[Tensor, ...] | Tensor, *rest: Any, **named: Any) -> Any:
+        if isinstance(first, Batch | tuple | list):
+            return self.loss(as_batch("batch", first), *rest)
+        return self.predict(first, *rest, **named)
 
 
 def _real(values: Tensor, mask: Tensor | None) -> Float[Tensor, "points d"]:
@@ -133,9 +151,10 @@ def _real(values: Tensor, mask: Tensor | None) -> Float[Tensor, "points d"]:
 
 
 def _moments(values: Float[Tensor, "points d"]) -> tuple[Tensor, Tensor]:
-    """Mean and spread of every column over its known values."""
-    known = ~values.isnan()
+    """Mean and spread of every column over its known values, summed in float64: years are far from 0, and close."""
+    known, dtype = ~values.isnan(), values.dtype
+    values = values.double()
     count = known.sum(dim=0).clamp_min(1)
     mean = values.nan_to_num().sum(dim=0) / count
     spread = ((values - mean).nan_to_num().square().sum(dim=0) / count).sqrt()
-    return mean, torch.where(spread > SMALLEST, spread, 1.0)
+    return mean.to(dtype), torch.where(spread > SMALLEST, spread, 1.0).to(dtype)

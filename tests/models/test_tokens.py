@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_named() -> None:
     model, (tokens, queries) = a_model(PerceiverIO), tokens_and_queries()
     with pytest.raises(InputError, match=r"tokens: expected shape \(b, n, c=6\), got \(2, 3, 4\)"):
         model(queries, tokens)
-    with pytest.raises(InputError, match=r"xt: expected shape \(b=2, m, dx=4\)"):
+    with pytest.raises(InputError, match=r"queries: expected shape \(b=2, m, dx=4\)"):
         model(tokens, tokens)
     with pytest.raises(InputError, match=r"yc: expected shape \(b, n, dy=0\)"):
         model.predict(tokens, tokens, queries)

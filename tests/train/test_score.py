@@ -103,3 +103,50 @@ def test_models_that_sample_score_the_same_every_time() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(5)
     assert evaluate(model, task, batches) == first
+
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"yt": torch.full((4, 4, 1), torch.nan)}, "yt: expected finite values"),
+    ({"yt": torch.rand(4, 4, 3)}, r"yt: expected shape \(b, m, dy=1\), got \(4, 4, 3\)"),
+    ({"yt": torch.rand(4, 1, 1)}, r"yt: expected shape \(b=4, m=4, dy\)"),
+    ({"yt": torch.rand(1, 4, 1)}, r"yt: expected shape \(b=4, m=4, dy\)"),
+    ({"yt": torch.rand(4, 4)}, r"yt: expected shape \(b=4, m=4, dy\)"),
+    ({"target_mask": torch.ones(1, 4, dtype=torch.bool)}, r"target_mask: expected shape \(b=4, m=4\)"),
+    ({"output_mask": torch.ones(4, 1, dtype=torch.bool)}, r"output_mask: expected shape"),
+)
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+@pytest.mark.parametrize("own", [False, True])
+def test_batches_are_checked_as_those_of_training(wrong: dict[str, Any], message: str, own: bool) -> None:
+    """They would broadcast, and NaN would count as not known: as predicted without a mistake."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TransformerCA(dim=16, layers=1, hidden=16)
+
+        def predict(self, *inputs: Any) -> Distribution:
+            return self.inner.predict(*inputs)
+
+        def loss(self, batch: Batch) -> Any:
+            return self.inner.loss(batch)
+
+    model: Any = TransformerCA(dim=16, layers=1, hidden=16) if own else Wrapped()
+    if not own and "dy=1" in message:
+        message = "yt: expected shape .*, as predictions have"
+    with pytest.raises(InputError, match=f"^{message}"):
+        evaluate(model, None, [replace(ragged_targets(), **({"target_mask": None} | wrong))])
+
+
+def test_tuples_are_batches_and_a_metric_that_is_no_number_is_refused() -> None:
+    model, whole = TransformerCA(dim=16, layers=1, hidden=16), replace(ragged_targets(), target_mask=None)
+    assert evaluate(model, None, [(whole.xc, whole.yc, whole.xt, whole.yt)]) == evaluate(model, None, [whole])  # type: ignore[list-item]
+
+    class Nothing(GPTask):
+        @staticmethod
+        def metric(dist: Distribution, batch: Batch) -> Tensor:
+            return dist.mean[..., 0] * torch.nan
+
+    with pytest.raises(InputError, match=r"^metric: expected numbers .*, got NaN in 1 of 1"):
+        evaluate(model, Nothing(), [whole])

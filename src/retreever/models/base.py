@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
 from retreever.arguments import check_int, reject
-from retreever.batch import Batch, check_points, without_padding
+from retreever.batch import Batch, as_batch, check_points, without_padding
 from retreever.checks import check_finite, check_float, check_like_weights, check_tensor, values_readable
 from retreever.models.config import AnyConfig
 from retreever.nn.embed import PointEmbed, SequenceEmbed, TokenEmbed
@@ -73,27 +73,37 @@ class Model(nn.Module, ABC):
             memory = self.encode(xc, yc, mask)
             return join([self.answer(memory, part, **reading) for part in torch.split(xt, size, dim=1)])
 
-    def forward(self, first: Batch | Tensor, *rest: Any, **named: Any) -> Any:
-        """The loss of a `Batch`, as DistributedDataParallel and others call it, or predictions, as `predict` does.
+    def forward(self, first: Batch | tuple[Tensor, ...] | Tensor, *rest: Any, **named: Any) -> Any:
+        """The loss of a batch, as DistributedDataParallel and others call it, or predictions, as `predict` does.
+
+        A batch is a `Batch` or a tuple (xc, yc, xt, yt) with masks behind it, as a DataLoader gives it.
 
         With `inputs="tokens"` it takes raw tokens, raw queries and a mask, and gives logits, or means.
         """
-        if isinstance(first, Batch):
-            return self.loss(first, *rest, **named)
+        if isinstance(first, Batch | tuple | list):
+            return self.loss(as_batch("batch", first), *rest, **named)
         if self.config.inputs == "tokens":
             return self._read_tokens(first, *rest, **named)
         return self.predict(first, *rest, **named)
 
-    def _read_tokens(self, tokens: Tokens, queries: Queries, mask: Mask = None) -> Float[Tensor, "b m out"]:
-        check_tensor("tokens", tokens, "b n c", c=self.config.dim_y)
+    def _read_tokens(
+        self, tokens: Tokens, queries: Queries | None = None, mask: Mask = None
+    ) -> Float[Tensor, "b m out"]:
+        if queries is None:
+            reject("queries", "raw queries (b, m, q), beside the tokens", None)
+        _check_width(self.config, tokens)
         dist = self.predict(tokens, tokens[..., :0], queries, mask)
         return dist.logits if isinstance(dist, Categorical) else dist.mean
 
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
-        batch = take_batch(self, batch)
+        batch = self.take(batch)
         dist = self._predict(batch.xc, batch.yc, batch.context_mask, batch.xt)
         return Loss.only_task(masked_mean(self.head.loss(dist, batch.yt), batch.target_mask))
+
+    def take(self, batch: Batch) -> Batch:
+        """The batch, checked against the model and with padding cleared; unknown outputs are NaN in its `yt`."""
+        return take_batch(self, batch)
 
     @abstractmethod
     def tokens(self, n: int) -> int:
@@ -128,10 +138,11 @@ def check_context(model: Model, xc: Tensor, yc: Tensor, mask: Tensor | None, che
     `checked` skips `check_points` and the width, for points that have passed both.
     """
     config = model.config
+    name = "tokens" if config.inputs == "tokens" else "xc"
     if not checked:
-        check_points("xc", xc, "yc", yc, mask)
+        check_points(name, xc, "yc", yc, mask)
         _check_width(config, xc)
-    check_like_weights("xc", xc, model)
+    check_like_weights(name, xc, model)
     if config.inputs == "sequence":
         _check_classes("yc", yc, "n", xc, config.dim_y, mask)
     else:
@@ -148,18 +159,16 @@ def check_memory(model: Model, memory: Any, xt: Tensor) -> None:
 
 def check_queries(model: Model, xt: Tensor, b: int) -> None:
     """Queries must have the width, type and device of the model, and a row per context."""
-    check_tensor("xt", xt, "b m dx", b=b, dx=_coordinates(model.config))
-    check_float("xt", xt)
-    check_like_weights("xt", xt, model)
+    name = "queries" if model.config.inputs == "tokens" else "xt"
+    check_tensor(name, xt, "b m dx", b=b, dx=_coordinates(model.config))
+    check_float(name, xt)
+    check_like_weights(name, xt, model)
     if not xt.is_cuda:  # reading values on CUDA would make every call wait for the device
-        check_finite("xt", xt)
+        check_finite(name, xt)
 
 
 def take_batch(model: Model, batch: Batch) -> Batch:
-    """The batch, checked against the model and with padding cleared.
-
-    Unknown outputs are NaN in `yt`, which heads and rewards ignore.
-    """
+    """`Model.take`. Heads and rewards ignore unknown outputs."""
     if not isinstance(batch, Batch):
         reject("batch", "a Batch", type(batch).__name__)
     config = model.config
@@ -180,7 +189,10 @@ def take_batch(model: Model, batch: Batch) -> Batch:
 
 
 def _check_width(config: AnyConfig, xc: Tensor) -> None:
-    check_tensor("xc", xc, "b n dx", dx=config.dim_y if config.inputs == "tokens" else _coordinates(config))
+    if config.inputs == "tokens":
+        check_tensor("tokens", xc, "b n c", c=config.dim_y)
+    else:
+        check_tensor("xc", xc, "b n dx", dx=_coordinates(config))
 
 
 def _coordinates(config: AnyConfig) -> int:

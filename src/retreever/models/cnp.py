@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributions import Distribution
 
 from retreever.batch import Batch
-from retreever.models.base import Contexts, Mask, Targets, Values, take_batch
+from retreever.models.base import Contexts, Mask, Targets, Values
 from retreever.models.neural_process import Encoded, NeuralProcess, NPConfig, all_points, build, read
 from retreever.objective import Loss, masked_mean
 
@@ -26,7 +26,7 @@ class CNP(NeuralProcess):
         """In training the negative log-likelihood of context and targets, in evaluation that of the targets."""
         if not self.training:
             return super().loss(batch)
-        batch = take_batch(self, batch)
+        batch = self.take(batch)
         x, y, mask = all_points(batch)
         dist = self._predict(batch.xc, batch.yc, batch.context_mask, x)
         return Loss.only_task(masked_mean(self.head.loss(dist, y), mask))

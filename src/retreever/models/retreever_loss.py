@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from retreever.batch import Batch
 from retreever.detours import Detours, PerQuery, draw_detours, find_detours
 from retreever.masses import mass_loss
-from retreever.models.base import take_batch
 from retreever.objective import Loss, masked_mean, reward_of
 from retreever.results import TreeCrossAttentionResult
 from retreever.search_loss import Mean, tree_loss
@@ -60,7 +59,7 @@ def make_draws(model: ReTreever, batch: Batch, generator: torch.Generator) -> Dr
 
 def loss_with_leaves(model: ReTreever, batch: Batch, draws: Draws, mean: Mean | None) -> Loss:
     """`ReTreever.loss`."""
-    batch = take_batch(model, batch)
+    batch = model.take(batch)
     memory = model._encode(batch.xc, batch.yc, batch.context_mask)
     query = model.embed.query(batch.xt)
     c, head, m = model.config, model.head, query.shape[1]

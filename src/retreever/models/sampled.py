@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 
 from retreever.arguments import check_int, reject
 from retreever.batch import Batch, without_padding
-from retreever.models.base import Contexts, Mask, Targets, Values, check_context, take_batch
+from retreever.models.base import Contexts, Mask, Targets, Values, check_context
 from retreever.models.neural_process import Encoded, NeuralProcess
 from retreever.objective import Loss
 
@@ -85,7 +85,7 @@ class SampledProcess(NeuralProcess):
         """
         if not self.training:
             return super().loss(batch)
-        batch = take_batch(self, batch)
+        batch = self.take(batch)
         noise = self._noise(batch.xc, self.config.samples) if draws is None else draws
         return Loss.only_task(self._objective(batch, noise.values))
 

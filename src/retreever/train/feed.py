@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from retreever.arguments import reject
-from retreever.batch import Batch
+from retreever.batch import Batch, as_batch
 from retreever.nn.heads import log_likelihood
 from retreever.tasks.seeds import derive_seed
 from retreever.train.protocols import Task
@@ -103,20 +103,10 @@ class Feed:
 
 def likelihood(dist: Distribution, batch: Batch) -> Tensor:
     """Log-likelihood of every query, over its known outputs."""
-    return log_likelihood(dist, batch.truth)
-
-
-def as_batch(argument: str, found: Any) -> Batch:
-    """`found` as a `Batch`: as it is, or made of (xc, yc, xt, yt) and masks."""
-    if isinstance(found, tuple | list) and 4 <= len(found) <= 7 and all(isinstance(part, Tensor) for part in found[:4]):
-        found = Batch(*found)
-    if isinstance(found, Batch):
-        if isinstance(found.xc, Tensor) and 0 in found.xc.shape[:2]:
-            reject(argument, "batches of at least one row and one context point", tuple(found.xc.shape))
-        return found
-    parts = ", ".join(type(part).__name__ for part in found[:7]) if isinstance(found, tuple | list) else ""
-    got = f"{type(found).__name__} ({parts})" if parts else type(found).__name__
-    reject(argument, "items that are a Batch or a tuple of tensors (xc, yc, xt, yt)", got)
+    truth, wanted = batch.truth, tuple(dist.batch_shape + dist.event_shape)
+    if tuple(truth.shape) != wanted:
+        reject("yt", f"shape {wanted}, as predictions have", tuple(truth.shape))
+    return log_likelihood(dist, truth)
 
 
 def as_task(data: Any, validation: Iterable[Any] | None, metric: Metric | None) -> Task:

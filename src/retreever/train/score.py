@@ -9,7 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retreever.arguments import reject
-from retreever.batch import Batch, collate, without_padding
+from retreever.batch import Batch, as_batch, collate, without_padding
+from retreever.models.base import Model as OwnModel
+from retreever.scaler import Scaled
 from retreever.train.feed import likelihood
 from retreever.train.protocols import Model, Task
 from retreever.train.random import OwnDefault
@@ -24,15 +26,16 @@ SEED = 0  # of the numbers that models draw
 def evaluate(model: Model, task: Task | None, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
     """Mean over `batches` of the task's metric over their real targets; without a task, of the log-likelihood.
 
-    Batches weigh the same whatever their size: this is how the paper and those before it measure. Models that sample
-    draw the same numbers in every call.
+    Batches, or tuples (xc, yc, xt, yt), weigh the same whatever their size: this is how the paper and those before it
+    measure. They are checked as those of training. Models that sample draw the same numbers in every call.
     """
-
     if not isinstance(task, Task | None):
         reject("task", "a task, or None for the log-likelihood", type(task).__name__)
     metric = likelihood if task is None else task.metric
 
     def measure(batch: Batch) -> list[Tensor]:
+        check = model.take if isinstance(model, OwnModel | Scaled) else Batch.validate
+        check(batch)
         targets = without_padding(batch.xt, batch.target_mask)
         return [metric(model.predict(batch.xc, batch.yc, targets, batch.context_mask), batch)]
 
@@ -43,17 +46,21 @@ def batch_means(model: Model, measure: Measure, batches: Iterable[Batch], device
     """Means over the real targets of every batch, a row for each of the values that `measure` returns for a batch."""
     if isinstance(batches, Batch):
         reject("batches", "an iterable of batches", "a Batch")
+    checked = (as_batch("batches", batch) for batch in batches)
     was_training = model.training
     model.train(False)
     joined = _points_at_once(model, torch.device(device))
     try:
         with torch.inference_mode(), OwnDefault(torch.device(device), SEED).lent():
-            means = [_means(measure, group, device) for group in _groups(batches, joined)]
+            means = [_means(measure, group, device) for group in _groups(checked, joined)]
     finally:
         model.train(was_training)
     if not means:
         reject("batches", "at least one batch", "none")
-    return torch.cat(means, dim=1)
+    found = torch.cat(means, dim=1)
+    if bad := int(found.isnan().any(dim=0).sum()):
+        reject("metric", "numbers (outputs that are not known are NaN in batch.truth)", f"NaN in {bad} of {len(means)}")
+    return found
 
 
 def _points_at_once(model: Model, device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch.distributions import Distribution
 
 from retreever.arguments import check_int, check_number, reject
 from retreever.batch import Batch
-from retreever.models.base import Contexts, Mask, Model, Targets, Values, take_batch
+from retreever.models.base import Contexts, Mask, Model, Targets, Values
 from retreever.models.config import AnyConfig, resolve
 from retreever.models.series.observed import Series, Times, series_of, take_observed
 from retreever.nn.heads import AnyHead, make_head
@@ -98,11 +98,15 @@ class SeriesModel(Model):
 
     def loss(self, batch: Batch) -> Loss:
         """Task loss, mean over real targets."""
+        batch = self.take(batch)
+        return self._loss(self._encode(batch.xc, batch.yc, batch.context_mask), batch)
+
+    def take(self, batch: Batch) -> Batch:
+        """As of other models; values that were not observed may be NaN."""
         if isinstance(batch, Batch):
             yc = take_observed(batch.xc, batch.yc, batch.context_mask, self.config.channels)
             batch = replace(batch, yc=yc)
-        batch = take_batch(self, batch)
-        return self._loss(self._encode(batch.xc, batch.yc, batch.context_mask), batch)
+        return super().take(batch)
 
     def tokens(self, n: int) -> int:
         """0: a query reads a state, no tokens."""
