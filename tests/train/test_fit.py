@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from retreever import Batch, InputError, ReTreever, TransformerCA, collate
+from retreever.errors import ConfigError
 from retreever.models.retreever import Draws
 from retreever.train import TrainConfig, evaluate, fit
 from retreever.train.protocols import Progress
@@ -132,6 +134,24 @@ def test_a_shuffled_loader_goes_on_where_it_stopped(tmp_path: Path, saved: int, 
     assert run(model(seed=4), folder=tmp_path / "run") == []  # a finished run stays as it is
 
 
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Finished or not; kernels may differ, and folders of versions that did not say which model go on."""
+    fit(model(), rows(2), CONFIG, folder=tmp_path / "run")
+    for other in (ReTreever(**SIZES, order="given"), TransformerCA(**SIZES), ReTreever(**SIZES | {"heads": 4})):
+        with pytest.raises(ConfigError, match=r"^resume: expected the settings of .*model="):
+            fit(other, rows(2), CONFIG, folder=tmp_path / "run")
+    fit(ReTreever(**SIZES, impl="reference"), rows(2), CONFIG, folder=tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    saved = json.loads(file.read_text())
+    assert saved.pop("model")["kind"] == "ReTreever"
+    file.write_text(json.dumps(saved))
+    fit(model(), rows(2), CONFIG, folder=tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("")
+    with pytest.raises(ConfigError, match=r"^folder: expected a new folder or a run"):
+        fit(model(), rows(2), CONFIG, folder=tmp_path / "mine")
+
+
 def test_the_bar_shows_a_running_mean(capsys: pytest.CaptureFixture[str]) -> None:
     fit(model(), rows(2), CONFIG, progress=True)
     assert "step 6/6  loss " in capsys.readouterr().err
@@ -147,6 +167,10 @@ def test_the_bar_shows_a_running_mean(capsys: pytest.CaptureFixture[str]) -> Non
         ({"data": [3]}, "data: expected items that are a Batch or a tuple"),
         ({"validation": []}, "validation: expected at least one batch"),
         ({"keep": "all"}, "keep: expected one of best, last"),
+        ({"folder": 3}, "folder: expected a path, or None, got int"),
+        ({"watch": 3}, "watch: expected a function of a step's progress, got int"),
+        ({"progress": "x"}, "progress: expected True or False, got 'x'"),
+        ({"validation": [replace(rows(1)[0], yt=rows(1)[0].yt[:, :1])]}, r"yt: expected shape \(b=1, m=3, dy\)"),
         ({"data": [(1, 2)]}, r"data: expected items that are a Batch or a tuple of tensors .*, got tuple \(int, int\)"),
         ({"validation": rows(1)[0]}, "validation: expected an iterable of batches, got Batch"),
         ({"metric": "accuracy"}, "metric: expected a function"),
@@ -183,7 +207,10 @@ def test_the_width_that_is_wrong_is_named() -> None:
 def test_calling_a_model_gives_losses_of_batches_and_predictions_of_points(kind: Any) -> None:
     net, batch = model(kind=kind).eval(), rows(1)[0]
     assert torch.equal(net(batch).total, net.loss(batch).total)
+    assert torch.equal(net((batch.xc, batch.yc, batch.xt, batch.yt)).total, net.loss(batch).total)
     assert torch.equal(net(batch.xc, batch.yc, batch.xt).mean, net.predict(batch.xc, batch.yc, batch.xt).mean)
+    with pytest.raises(InputError, match=r"^batch: expected items that are a Batch or a tuple .* got tuple \(Tensor\)"):
+        net((batch.xc,))
 
 
 def test_ddp_needs_no_wrapper(tmp_path: Path) -> None:

@@ -95,9 +95,31 @@ def test_random_budgets_are_drawn_for_half_of_the_steps() -> None:
         ({"model": ReTreever(**SIZES)}, "model: expected a TransformerCA"),
         ({"first": 0.0}, "first: expected a share of the steps"),
         ({"learn": "leaves"}, "learn: expected one of nodes, all"),
+        ({"budgets": -1}, "budgets: expected an int >= 0"),
+        ({"tree": 8}, "tree: expected a dict of settings of the tree, got int"),
+        ({"tree": {"branch": 1}}, "branch: expected an int >= 2"),
+        ({"tree": {"dim": 8}}, "dim: expected 16, as trained, got 8"),
         ({"folder": "runs"}, "folder: expected None, as there are two stages"),
     ],
 )
 def test_what_has_no_two_stages_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    taken = []
+
+    class Counted(list[Batch]):
+        def __iter__(self) -> Any:
+            taken.append(1)
+            return super().__iter__()
+
     with pytest.raises(InputError, match=f"^{message}"):
-        fit_staged(**{"model": model(), "data": [batch()], "config": CONFIG} | wrong)
+        fit_staged(**{"model": model(), "data": Counted([batch()]), "config": CONFIG} | wrong)
+    assert not taken  # nothing was trained before
+
+
+def test_one_path_is_learned_by_all_weights_from_early_on() -> None:
+    """Validation batches may be a generator, which both stages look at."""
+    tree = {"branch": 4, "mean_levels": 1}
+    first, looks = model(), (batch(seed) for seed in (1, 2))
+    found, history = fit_staged(first, [batch()], replace(CONFIG, steps=20), learn="all", tree=tree, validation=looks)
+    assert [record.step for record in history] == [5, 10, 15, 20] and found.config.branch == 4
+    assert not torch.equal(found.attention.block.to_q.weight, first.attention.block.to_q.weight)
+    assert found.config.objective == teaching(0, "all") and not found.config.objective.lambda_mass

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from retreever.arguments import check_choice
+from retreever.arguments import check_bool, check_choice, reject
+from retreever.models.base import Model as OwnModel
+from retreever.scaler import Scaled
 from retreever.train.checkpoint import load_checkpoint
 from retreever.train.config import TrainConfig
 from retreever.train.engine import Trainer
@@ -49,11 +51,18 @@ def fit(
         device: where to train; the model stays there.
         keep: "best" leaves the weights that did best on validation, "last" those of the last step. Without validation
             they are the last.
-        folder: keep checkpoints there; the same call goes on from the newest one after an interruption.
+        folder: keep checkpoints there; the same call goes on from the newest one after an interruption. A run of other
+            settings or of another model is refused; the data are not compared.
         progress: show a bar with the running mean of the loss; None does so on a terminal.
         watch: called with every step's progress.
     """
     check_choice("keep", keep, ("best", "last"))
+    if not isinstance(folder, str | Path | None):
+        reject("folder", "a path, or None", type(folder).__name__)
+    if progress is not None:
+        check_bool("progress", progress)
+    if watch is not None and not callable(watch):
+        reject("watch", "a function of a step's progress", type(watch).__name__)
     task = as_task(data, validation, metric)
     was_training = getattr(model, "training", True)
     trainer = Trainer(model, task, config or TrainConfig(), device)
@@ -64,7 +73,7 @@ def fit(
             if folder is None:
                 _train(trainer, watchers, keep)
             else:
-                _train_in(RunFolder(Path(folder)), trainer, watchers, keep)
+                _train_in(RunFolder(Path(folder), "folder"), trainer, watchers, keep)
     finally:
         model.train(was_training)
     return trainer.history
@@ -95,8 +104,17 @@ def _is_best(history: list[Record]) -> bool:
 def _train_in(folder: RunFolder, trainer: Trainer, watchers: list[Watcher], keep: Keep) -> None:
     """With checkpoints, from the newest one that is there."""
     assert isinstance(trainer.model, nn.Module)
-    folder.start(asdict(trainer.config), resume=True, overwrite=False)
+    described = _described(trainer.model)
+    settings = {**asdict(trainer.config), "model": described}
+    folder.start(settings, resume=True, overwrite=False, translate=lambda saved: {"model": described} | saved)
     train_together([Run(folder, trainer, watchers)])
     best = folder.checkpoints / "best"
     if keep == "best" and trainer.history and best.exists():
         restore_model(trainer.model, load_checkpoint(best)[0], best)
+
+
+def _described(model: Model) -> dict[str, Any]:
+    """What a run folder has to know of a model, kernels aside: another one does not go on with its weights."""
+    inner = model.model if isinstance(model, Scaled) else model
+    settings = asdict(inner.config) if isinstance(inner, OwnModel) else {}
+    return {"kind": type(inner).__name__, **{name: value for name, value in settings.items() if name != "impl"}}

@@ -35,9 +35,10 @@ _CLAIMED: dict[Path, int] = {}  # open, locked files of the runs this process wo
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run keeps its files."""
+    """Where a run keeps its files; `argument` is what errors call it."""
 
     path: Path
+    argument: str = "out"
 
     @property
     def checkpoints(self) -> Path:
@@ -85,7 +86,9 @@ class RunFolder:
         self._check_owner()  # again: another process may have worked here until the lock was free
         if self._has_settings and not overwrite:
             if not resume:
-                raise ConfigError(f"out: expected a new folder, got the run {self.path} (--resume or --overwrite)")
+                raise ConfigError(
+                    f"{self.argument}: expected a new folder, got the run {self.path} (--resume or --overwrite)"
+                )
             self._check_settings(config, translate)
             self._tidy()
             return
@@ -104,7 +107,9 @@ class RunFolder:
         with os_errors(self.path, "cannot be read", ConfigError):
             others = [entry.name for entry in self.path.iterdir() if entry.name != ".lock"]
         if not all(_DRAFT.fullmatch(name) for name in others):
-            raise ConfigError(f"out: expected a new folder or a run, got {self.path} with other files in it")
+            raise ConfigError(
+                f"{self.argument}: expected a new folder or a run, got {self.path} with other files in it"
+            )
 
     def _check_settings(self, config: dict[str, Any], translate: Translate) -> None:
         """A run is resumed with the settings and by the version it was started with."""
@@ -130,7 +135,9 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
-            raise ConfigError(f"out: expected a run nobody works on, got {self.path}, in use by a process") from None
+            raise ConfigError(
+                f"{self.argument}: expected a run nobody works on, got {self.path}, in use by a process"
+            ) from None
         except OSError:  # a file system without locks
             pass
         _CLAIMED[self.path.resolve()] = file
