@@ -44,6 +44,14 @@ def test_the_terms_by_hand() -> None:
     assert not loss.policy.requires_grad and loss.total.requires_grad
 
 
+def test_a_weight_of_masses_needs_masses() -> None:
+    t = terms()
+    with pytest.raises(InputError, match=r"^masses: expected those of mass_loss, as lambda_mass is not 0"):
+        tree_loss(FOUND, **t, config=ObjectiveConfig(lambda_mass=0.2))
+    taught = tree_loss(FOUND, **t, config=ObjectiveConfig(lambda_mass=0.2), masses=per_query(9))
+    torch.testing.assert_close(taught.total, tree_loss(FOUND, **t).total + 0.2 * per_query(9).mean())
+
+
 def test_without_rewards_the_search_maximises_minus_the_loss() -> None:
     t = terms()
     usual = tree_loss(FOUND, t["task"], t["leaves"])

@@ -110,7 +110,7 @@ def _noise(q: Heads, tree: Tree | ShardedTree, decisions: Decisions) -> Tensor |
     """The noise given, or drawn."""
     if decisions.noise is not None or not decisions.sample:
         return decisions.noise
-    return torch.rand(*q.shape[:2], tree.plan.depth, device=q.device, **drawn_from(decisions.generator))
+    return torch.rand(*q.shape[:2], tree.plan.depth, **drawn_from(decisions.generator, q.device)).to(q.device)
 
 
 def _split(budget: int | None, tree: Tree) -> tuple[int | None, int | None]:

@@ -112,9 +112,16 @@ def check_any_real(argument: str, mask: Tensor) -> None:
         reject(argument, "at least one real token in every row", f"{int(empty.sum())} rows with none")
 
 
-def drawn_from(generator: torch.Generator | None) -> dict[str, Any]:
-    """The argument of torch's random functions; `generator=None` cannot be compiled where shapes vary."""
-    return {} if generator is None else {"generator": generator}
+def drawn_from(generator: torch.Generator | None, device: torch.device) -> dict[str, Any]:
+    """Arguments of torch's random functions, which draw where `generator` is, or on `device` from torch's own.
+
+    `generator=None` cannot be compiled where shapes vary.
+    """
+    if generator is None:
+        return {"device": device}
+    if not isinstance(generator, torch.Generator):
+        reject("generator", "a torch.Generator, or None", type(generator).__name__)
+    return {"device": generator.device, "generator": generator}
 
 
 def find_device(name: str) -> torch.device:

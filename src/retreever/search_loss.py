@@ -77,8 +77,10 @@ def tree_loss(
         gate=gate,
         detours=None if detours is None else detours._replace(weight=detours.weight * weight),
     )
-    if masses is None or not config.lambda_mass:
+    if not config.lambda_mass:
         return loss
+    if masses is None:
+        reject("masses", "those of mass_loss, as lambda_mass is not 0", None)
     _check_per_query("masses", masses, task)
     taught = config.lambda_mass * masked_mean(masses, mask)
     return loss._replace(total=loss.total + gate * taught, policy=loss.policy + taught.detach())

@@ -472,3 +472,27 @@ def test_the_reference_has_second_derivatives_and_takes_transforms(kind: type[nn
     (second,) = torch.autograd.grad(first.square().sum(), start)
     assert second.isfinite().all() and second.any()
     assert torch.allclose(torch.func.grad(total)(xt), first.detach())
+
+
+@models
+def test_an_encoder_of_one_s_own_returns_as_many_tokens_as_it_gets(kind: type[nn.Module]) -> None:
+    class Cut(nn.Module):
+        def __init__(self, cut: Callable[[Tensor], object]) -> None:
+            super().__init__()
+            self.cut = cut
+
+        def forward(self, tokens: Tensor, mask: Tensor | None) -> object:
+            return self.cut(tokens)
+
+    own = model(kind).eval()
+    if not hasattr(own, "encoder"):
+        pytest.skip("has none")
+    one = batch()
+    for cut, got in (
+        (lambda t: t[:, :1], r"\(3, 1, 16\)"),
+        (lambda t: t[..., :8], r"\(3, 11, 8\)"),
+        (lambda t: (t,), "tuple"),
+    ):
+        own.encoder = Cut(cut)
+        with pytest.raises(InputError, match=rf"^encoder: expected one that returns .* \(3, 11, 16\), got {got}"):
+            own.predict(one.xc, one.yc, one.xt)

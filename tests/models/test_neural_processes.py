@@ -543,3 +543,16 @@ def test_updates_that_do_not_fit_are_refused() -> None:
         module.update("memory", data.xc, data.yc)
     with pytest.raises(InputError, match=r"^xc: expected a row for each of the 3 contexts in memory, got "):
         module.update(memory, data.xc[:2], data.yc[:2])
+
+
+@models
+def test_no_query_has_no_answer(kind: type[Any]) -> None:
+    made, x = kind(dim_x=1, dim_y=1, dim=16, heads=2).eval(), torch.rand(2, 5, 1)
+    assert made.predict(x, x, x[:, :0]).mean.shape == (2, 0, 1)
+
+
+@sampled
+def test_what_is_no_generator_is_refused(kind: type[Any]) -> None:
+    x = torch.rand(2, 5, 1)
+    with pytest.raises(InputError, match=r"^generator: expected a torch.Generator, or None, got int"):
+        kind(dim=16, heads=2).eval().predict(x, x, x, generator=3)

@@ -54,9 +54,8 @@ class BNP(SampledProcess):
             return base.mean + base.stddev * (residual - centre)
 
     def _noise(self, xc: Contexts, samples: int, generator: torch.Generator | None = None) -> Noise:
-        device = xc.device if generator is None else generator.device
         shape = (xc.shape[0], 2, samples, xc.shape[1])
-        return Noise(torch.rand(shape, device=device, **drawn_from(generator)).to(xc.device))
+        return Noise(torch.rand(shape, **drawn_from(generator, xc.device)).to(xc.device))
 
     def _sampled(self, xc: Contexts, yc: Values, mask: Mask, noise: Tensor) -> Encoded:
         order = own_order(xc, yc, mask)  # the same noise takes the same points whatever order they are given in
@@ -83,7 +82,7 @@ class BNP(SampledProcess):
     def _mixture(self, memory: Encoded, xt: Targets, features: Tensor) -> FunctionMixture:
         b = memory.rows
         k = _rows(memory.bootstraps) // b
-        extra = read(self.encoders, memory.bootstraps, _copies(xt, k)).view(k, b, xt.shape[1], -1)
+        extra = torch.unflatten(read(self.encoders, memory.bootstraps, _copies(xt, k)), 0, (k, b))
         return FunctionMixture(self._decode(features.expand(k, -1, -1, -1), xt.expand(k, -1, -1, -1), extra))
 
     def _decode(self, features: Tensor, xt: Tensor, extra: Tensor | None = None) -> Any:

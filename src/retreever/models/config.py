@@ -100,7 +100,7 @@ class ModelConfig(AnyConfig):
         check_int("waves", self.waves, 0)
         check_number("frequency", self.frequency)
         if self.waves and self.inputs != "points":
-            reject("waves", "0, as sequences have positions of their own", self.waves)
+            reject("waves", f"0, as {self.inputs} have no coordinates to add waves to", self.waves)
         check_number("dropout", self.dropout, below=1.0)
         check_choice("residual", self.residual, RESIDUALS)
 

@@ -34,9 +34,8 @@ class NP(SampledProcess):
         return Independent(Normal(mean, 0.1 + 0.9 * raw.sigmoid(), validate_args=False), 1, validate_args=False)
 
     def _noise(self, xc: Contexts, samples: int, generator: torch.Generator | None = None) -> Noise:
-        device = xc.device if generator is None else generator.device
         shape = (xc.shape[0], samples, self.config.dim)
-        return Noise(torch.randn(shape, device=device, dtype=xc.dtype, **drawn_from(generator)).to(xc.device))
+        return Noise(torch.randn(shape, dtype=xc.dtype, **drawn_from(generator, xc.device)).to(xc.device))
 
     def _sampled(self, xc: Contexts, yc: Values, mask: Mask, noise: Tensor) -> Encoded:
         latents = _drawn(self.latent_given(xc, yc, mask), noise)

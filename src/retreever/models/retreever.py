@@ -20,6 +20,7 @@ from retreever.models.retreever_config import ReTreeverConfig
 from retreever.models.retreever_loss import Draws, loss_with_leaves, make_draws
 from retreever.models.stream import encode_points, update_memory
 from retreever.models.transformer_ca import TransformerCA
+from retreever.nn.encoders import encode_tokens
 from retreever.objective import REWARDS, Loss, Reward, RewardFunction
 from retreever.results import Retrieval, TreeCrossAttentionResult
 from retreever.search_loss import Mean
@@ -199,7 +200,8 @@ class ReTreever(Model):
             order = permutation_of(c.order, xc, mask, c.branch, c.axis, c.order_seed)
             # Points are put in order before they are embedded: they are narrower than tokens and need no gradient.
             xc, yc, mask = in_order(xc, order), in_order(yc, order), None if mask is None else in_order(mask, order)
-        tree = self.attention.build(self.encoder(self.embed.context(xc, yc), mask), mask, check=False)
+        tokens = encode_tokens(self.encoder, self.embed.context(xc, yc), mask)
+        tree = self.attention.build(tokens, mask, check=False)
         return tree if order is None else replace(tree, order=order)
 
     def _answer(self, memory: Tree, xt: Targets) -> Distribution:

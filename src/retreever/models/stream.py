@@ -11,7 +11,7 @@ from torch import Tensor
 from retreever.arguments import check_int, reject
 from retreever.batch import without_padding
 from retreever.models.base import Contexts, Mask, Values, check_context
-from retreever.nn.encoders import IdentityEncoder
+from retreever.nn.encoders import IdentityEncoder, encode_tokens
 from retreever.nn.local import LocalEncoder, LocalState
 from retreever.tree.order import in_order, permutation_of
 from retreever.tree.value import Tree
@@ -41,7 +41,7 @@ def encode_points(model: ReTreever, xc: Contexts, yc: Values, mask: Mask, capaci
         return model._encode(xc, yc, mask)
     tokens, mask = _real_first(model.embed.context(xc, yc), mask)
     if not isinstance(encoder, LocalEncoder):
-        return model.attention.build(encoder(tokens, mask), mask, capacity=capacity, check=False)
+        return model.attention.build(encode_tokens(encoder, tokens, mask), mask, capacity=capacity, check=False)
     tokens, state = encoder.extend(tokens, encoder.start(tokens), _lengths(mask))
     return _with_state(model.attention.build(tokens, mask, capacity=capacity, check=False), state)
 

@@ -9,6 +9,7 @@ from torch.distributions import Distribution
 from retreever.cross_attention import CrossAttention
 from retreever.models.base import Contexts, Mask, Model, Targets, Values
 from retreever.models.config import ModelConfig, embedding, encoder, head, read_out, resolve
+from retreever.nn.encoders import encode_tokens
 from retreever.results import KeyValues
 from retreever.tree.order import in_order, permutation_of
 
@@ -33,7 +34,7 @@ class TransformerCA(Model):
         if mask is not None:  # encoders that depend on positions need the real tokens first
             order = permutation_of("given", xc, mask, 2, 0, 0)
             tokens, mask = in_order(tokens, order), in_order(mask, order)
-        return self.attention.build(self.encoder(tokens, mask), mask, check=False)
+        return self.attention.build(encode_tokens(self.encoder, tokens, mask), mask, check=False)
 
     def _answer(self, memory: KeyValues, xt: Targets) -> Distribution:
         return self.head(self.attention(self.embed.query(xt), memory, check=False).output)

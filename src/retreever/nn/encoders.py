@@ -30,6 +30,15 @@ LONG, SAMPLE = 16_384, 2_048  # tokens from which a transformer is timed first, 
 SLOW = 10.0  # seconds that deserve a warning
 
 
+def encode_tokens(encoder: nn.Module, tokens: Tokens, mask: Mask) -> Tokens:
+    """What `encoder` makes of the tokens, which may be anybody's module: as many, of the same width."""
+    found: object = encoder(tokens, mask)
+    if not isinstance(found, Tensor) or found.shape != tokens.shape:
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        reject("encoder", f"one that returns tokens of the shape it gets, {tuple(tokens.shape)}", got)
+    return found
+
+
 class IdentityEncoder(nn.Module):
     """No encoder: the copy task of the paper reads its embeddings directly."""
 

@@ -49,7 +49,7 @@ class AttentiveLayer(nn.Module):
         return self(tokens, *self.key_values(tokens, tokens), mask)
 
     def _heads(self, tokens: Float[Tensor, "b n d"]) -> Float[Tensor, "b n h e"]:
-        return tokens.view(*tokens.shape[:-1], self.heads, -1)
+        return torch.unflatten(tokens, -1, (self.heads, -1))
 
 
 class PoolingEncoder(nn.Module):

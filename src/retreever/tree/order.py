@@ -66,6 +66,7 @@ def leaf_order(
     check_choice("order", order, ORDERS)
     check_tensor("x", x, "b n dx")
     check_int("branch", branch, 2)
+    check_int("seed", seed, 0)
     if x.dtype == torch.bool:
         reject("x", "numbers", x.dtype)
     if x.shape[2] == 0:

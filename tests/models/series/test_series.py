@@ -117,6 +117,12 @@ def test_values_not_observed_are_not_read(name: str) -> None:
 
 
 @each
+def test_no_query_has_no_answer(name: str) -> None:
+    made, data = model(name).eval(), batch()
+    assert made.predict(data.xc, data.yc, data.xt[:, :0]).mean.shape[:2] == (2, 0)
+
+
+@each
 def test_queries_do_not_see_each_other(name: str) -> None:
     """Up to the error of the solver for latent ODEs, whose steps reach to the latest time asked."""
     made, data = model(name), batch(m=7)

@@ -53,7 +53,8 @@ def solve_fixed(
 
     Between steps a cubic through both ends and their slopes interpolates. Takes 6 * steps + 1 evaluations of f.
     """
-    span = times.amax(dim=1, keepdim=True).clamp_min(torch.finfo(times.dtype).tiny)
+    latest = torch.cat([times.new_zeros(len(times), 1), times], dim=1).amax(dim=1, keepdim=True)  # m may be 0
+    span = latest.clamp_min(torch.finfo(times.dtype).tiny)
     dt = span / steps
     states, slopes = [start], [f(start)]
     for _ in range(steps):

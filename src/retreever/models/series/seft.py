@@ -98,6 +98,6 @@ class SeFT(SeriesModel):
         """The average over all observations at or before each asked time."""
         sums = pick(memory.states, memory.series.until(asked))
         heads = self.config.heads
-        weight, rest = sums[..., :heads], sums[..., heads:].reshape(*asked.shape, heads, -1)
+        weight, rest = sums[..., :heads], torch.unflatten(sums[..., heads:], -1, (heads, -1))
         averages = rest / weight[..., None].clamp_min(1e-30)  # zeros before the first observation
         return self.elapsed(averages.flatten(2), elapsed_since(memory, asked))
