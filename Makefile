@@ -16,15 +16,15 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)
 	@$(BIN)/retreever demo --out runs/demo --overwrite
 
-test: $(INSTALLED) lint  # one thread a worker: they would wait for one another
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+test: $(INSTALLED) lint
+	@$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-gpu: $(INSTALLED)  # the tests marked gpu, on a machine that has one
 	@$(BIN)/python -m pytest -m gpu -n 4
 
 test-slow: $(INSTALLED)
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -rs
+	@$(BIN)/python -m pytest -m slow -rs
 
 docs: $(INSTALLED)
 	@$(BIN)/python docs/live.py build/live $(if $(RUNTIME),"$(RUNTIME)")

@@ -1,6 +1,7 @@
 """Shared by all tests: without a GPU, Triton kernels run in its interpreter (decided before they are imported).
 
-What tests cache and where they look for data is not the user's.
+What tests cache and where they look for data is not the user's. Every process has one thread: several workers would
+wait for one another, and some tests compare bits.
 """
 
 import gc
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 import torch
 
 if not torch.cuda.is_available():
