@@ -85,7 +85,8 @@ def fit_staged(
     whole = Scaled(found, model.scaler) if isinstance(model, Scaled) else found
     rest = config.steps - steps
     if rest:
-        later = replace(config, steps=rest, lr=config.lr / 2, warmup=min(config.warmup, rest // 10))
+        rate = config.lr if learn == "all" else config.lr / 2
+        later = replace(config, steps=rest, lr=rate, warmup=min(config.warmup, rest // 10))
         with nullcontext() if learn == "all" else nodes_alone(found):
             records = fit(whole, data, later, **more)
         history = [*history, *(replace(record, step=record.step + steps) for record in records)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,10 +85,11 @@ def test_digits_and_photo_come_from_scikit_learn() -> None:
     assert batch.xc.shape == (2, 512, 2) and batch.yt.shape == (2, 256, 3) and float(batch.xc.abs().max()) <= 1
 
 
-def test_training_ends_with_its_time_and_the_stages_end_in_a_tree() -> None:
+@pytest.mark.parametrize("learn", ["nodes", "all"])
+def test_training_ends_with_its_time_and_the_stages_end_in_a_tree(learn: Any) -> None:
     job = jobs.Field(64)
     first = training.train(job, TransformerCA(**job.fields), 0.05, 0, CPU)
-    tree = training.staged(job, 0.2, 0, CPU, 9)
+    tree = training.staged(job, 0.2, 0, CPU, learn, 9)
     assert first.steps >= 1 and not first.model.training and isinstance(tree.model, ReTreever)
     found = training.measured(tree.model, job, job.tests(1), CPU, budget=20)
     assert 7 < found["tokens"] <= 20 and found["score"] > 0 and found["us"] > 0

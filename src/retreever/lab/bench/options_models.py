@@ -13,7 +13,10 @@ Shipped = Literal["gp", "emnist", "activity", "copy-256", "copy-1024"]
 SHIPPED: tuple[Shipped, ...] = get_args(Shipped)
 Jobs = Literal["fields-512", "fields-4096", "fields-65536", "nearest", "co2", "digits", "photo"]
 JOBS: tuple[Jobs, ...] = get_args(Jobs)
-Methods = Literal["all tokens", "Perceiver IO", "tree from scratch", "tree, nodes trained", "gp weights, tuned"]
+Methods = Literal[
+    "all tokens", "Perceiver IO", "tree from scratch", "tree, nodes trained", "wide tree, all trained",
+    "gp weights, tuned",
+]  # fmt: skip
 METHODS: tuple[Methods, ...] = get_args(Methods)
 
 

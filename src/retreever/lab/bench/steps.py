@@ -28,6 +28,7 @@ ALL = "all tokens"
 SCRATCH, LEAN = "tree from scratch", "from scratch, mean_levels=3, share=0.25"
 NODES, HIGH, WIDE = "nodes of a tree", "its nodes, mean_levels=4", "nodes of a tree of 8"
 READ = "its nodes, for 2 % read"
+WHOLE = "all of a tree of 16"
 SECOND = (NODES, HIGH, WIDE, READ)  # as in the second stage of `fit_staged`
 
 
@@ -42,6 +43,7 @@ def makers(settings: dict[str, Any], n: int) -> dict[str, Callable[[], Any]]:
         HIGH: lambda: convert(TransformerCA(**settings), mean_levels=4),
         WIDE: lambda: convert(TransformerCA(**settings), branch=8),
         READ: lambda: convert(TransformerCA(**settings), objective=teaching(n // 50)),
+        WHOLE: lambda: convert(TransformerCA(**settings), objective=teaching(0, "all"), branch=16, mean_levels=1),
     }
 
 
@@ -91,7 +93,7 @@ def _table(run: Run, options: StepsBench, rows: Rows) -> Table:
         lines.append((f"{n:,}", f"{us[ALL] / 1e3:.1f}", *ratios))
     notes = (
         "forward, backward and Adam; in brackets: as a multiple of all tokens",
-        "nodes of a tree: the second stage of fit_staged, in which the nodes alone learn",
+        "nodes of a tree: the second stage of fit_staged, in which the nodes alone learn; all: with learn='all'",
         run.footer(),
     )
     title = f"ms per training step: {options.contexts} context, {options.queries} queries, width {options.dim}"

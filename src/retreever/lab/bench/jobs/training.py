@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -19,13 +20,13 @@ from retreever.models.perceiver_io import PerceiverIO
 from retreever.models.retreever import ReTreever
 from retreever.models.transformer_ca import TransformerCA
 from retreever.pretrained.load import load_pretrained
-from retreever.train.staged import nodes_alone, teaching
+from retreever.train.staged import FIRST, Learn, nodes_alone, teaching
 from retreever.tree.plan import TreePlan
 
-WARMUP, CLIP, FIRST = 0.05, 1.0, 0.9  # the share of the time that the warm-up, and attention, take
+WARMUP, CLIP = 0.05, 1.0  # the share of the time that the warm-up takes, the largest norm of a gradient
 WIDE = 8
 ALL, PERCEIVER, SCRATCH, TUNED = "all tokens", "Perceiver IO", "tree from scratch", "gp weights, tuned"
-STAGED = "tree, nodes trained"
+STAGED, WHOLE = "tree, nodes trained", "wide tree, all trained"
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,18 @@ def rivals(job: Job, n: int) -> dict[str, Callable[[float, int, torch.device], T
             job, seeded(seed, lambda: PerceiverIO(**perceiver(job, one_path))).to(d), s, seed, d
         ),
         SCRATCH: lambda s, seed, d: train(job, seeded(seed, lambda: ReTreever(**job.fields)).to(d), s, seed, d),
-        STAGED: lambda s, seed, d: staged(job, s, seed, d, round(job.budget * n)),
+        STAGED: lambda s, seed, d: staged(job, s, seed, d, "nodes", round(job.budget * n)),
+        WHOLE: lambda s, seed, d: staged(job, s, seed, d, "all", branch=wide(n), mean_levels=1),
     }
     if job.name == "co2":
         # 5e-4 was chosen on validation: with 3e-4 there is less progress, with 7e-4 one run in two lost all it knew
         found[TUNED] = lambda s, seed, d: train(job, load_pretrained("gp").to(d), s, seed, d, rate=0.5 * job.rate)
     return found
+
+
+def wide(n: int) -> int:
+    """Children of a node that make about two decisions of a path, and three times as many tokens."""
+    return max(2, round(n ** (1 / 3)))
 
 
 def perceiver(job: Job, latents: int) -> dict[str, Any]:
@@ -76,12 +83,16 @@ def converted(job: Job, seconds: float, seed: int, device: torch.device) -> Trai
     return Trained(found.model, found.steps, trees)
 
 
-def staged(job: Job, seconds: float, seed: int, device: torch.device, budgets: int) -> Trained:
+def staged(
+    job: Job, seconds: float, seed: int, device: torch.device, learn: Learn, budgets: int = 0, **tree: Any
+) -> Trained:
     """Attention first, then converted and trained on, as `fit_staged` does in steps."""
-    first = train(job, seeded(seed, lambda: TransformerCA(**job.fields)).to(device), FIRST * seconds, seed, device)
-    tree = ReTreever.from_transformer_ca(first.model, objective=teaching(budgets))
-    with nodes_alone(tree):
-        second = train(job, tree, (1 - FIRST) * seconds, seed + 1000, device, rate=job.rate / 2)
+    attention, share = seeded(seed, lambda: TransformerCA(**job.fields)).to(device), FIRST[learn]
+    first = train(job, attention, share * seconds, seed, device)
+    found = ReTreever.from_transformer_ca(first.model, objective=teaching(budgets, learn), **tree)
+    nodes = learn == "nodes"
+    with nodes_alone(found) if nodes else nullcontext():
+        second = train(job, found, (1 - share) * seconds, seed + 1000, device, rate=job.rate / (2 if nodes else 1))
     return Trained(second.model, first.steps + second.steps)
 
 
