@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,21 @@ def test_a_signal_the_parent_shell_ignores_stays_ignored(tmp_path: Path) -> None
         assert run.trainer.done and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_runs_side_by_side_are_compiled_however_many_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts the models of all runs as one function, and gives up after some of different sizes."""
+    from retreever.models.cnp import CNP
+    from retreever.tasks.gp import GPTask
+    from retreever.train.config import TrainConfig
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 2)
+    runs = []
+    for seed in range(4):
+        model = CNP(dim=8 * (seed + 1), pre_depth=3, value_depth=3)
+        config = TrainConfig(steps=1, batch=2, seed=seed, compile=True)
+        runs.append(Run(RunFolder(tmp_path / f"seed{seed}"), Trainer(model, GPTask(sizes="each"), config)))
+    train_together(runs)
+    assert [run.trainer.step for run in runs] == [1] * 4
+    torch.compiler.reset()

@@ -28,6 +28,7 @@ from retreever.train.score import evaluate
 ALONE = Ranks()
 PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data
 CAUSE = "if the data are finite, the learning rate may be too high"
+COMPILED = 128  # models and shapes in one process; torch gives up after eight
 AHEAD = 50  # steps a GPU may run ahead of the checks of its losses
 
 
@@ -64,7 +65,7 @@ class Trainer:
         self.queue: Any = torch.cuda.Stream(self.device) if cuda else None  # type: ignore[no-untyped-call]
         assert isinstance(model, nn.Module)
         loss_of = synchronised(model, ranks)
-        self.loss_of: Any = torch.compile(loss_of, fullgraph=True) if config.compile else loss_of
+        self.loss_of: Any = compiled(loss_of) if config.compile else loss_of
         self.optimiser = make_optimiser(model, config, self.graphed)
         self.terms = torch.zeros(AHEAD, len(Loss._fields), device=self.device)  # of the newest steps, the last one last
         self.step, self.seconds, self._settled = 0, 0.0, 0
@@ -181,6 +182,13 @@ class Trainer:
         with self.working():
             value = evaluate(self.model, self.task, self._validation, self.device)
         return self.ranks.from_first(value, self.device)
+
+
+def compiled(loss_of: Any) -> Any:
+    """`loss_of` compiled for the few shapes of one run. torch counts all models of a class, of all runs, as one."""
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, COMPILED)
+    return torch.compile(loss_of, fullgraph=True, dynamic=False)
 
 
 def _check_run(model: Model, task: Task, config: TrainConfig) -> None:
