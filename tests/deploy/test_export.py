@@ -18,7 +18,7 @@ from retreever.deploy.formats import trace
 from retreever.errors import BackendError, RetreeverError
 from retreever.lab.export import Export
 
-MODELS = {"gp": 9, "emnist": 5, "activity": 4, "copy-256": 4, "copy-1024": 3}
+MODELS = {"gp": 9, "gp-lbanp": 3, "gp-tnpd": 3, "emnist": 5, "activity": 4, "copy-256": 4, "copy-1024": 3}
 LARGE = {"gp": 48, "emnist": 200, "activity": 50, "copy-256": 128}  # contexts as large as in training
 
 
