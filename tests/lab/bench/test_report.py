@@ -88,14 +88,6 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_waiting_threads_are_advised_against(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for policy, advised in (("ACTIVE", True), ("passive", False)):
-        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-        publish(Run.start("demo", options(tmp_path, overwrite=True)))
-        result = json.loads((tmp_path / "demo-cpu.json").read_text())
-        assert bool(result["advice"]) is advised
-
-
 def test_quick_means_few_samples(tmp_path: Path) -> None:
     slow, quick = (Run.start("demo", options(tmp_path, quick=quick)).limits for quick in (False, True))
     assert quick.samples < slow.samples and quick.seconds < slow.seconds

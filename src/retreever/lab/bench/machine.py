@@ -14,10 +14,6 @@ import torch
 from retreever.version import __version__
 
 _ENVIRONMENT = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "NUMBA_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-WAIT_ADVICE = (
-    "for small searches set OMP_WAIT_POLICY=PASSIVE before Python starts: threads that spin after a call slow the next "
-    "one down; training is faster without"
-)
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:

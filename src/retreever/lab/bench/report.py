@@ -18,7 +18,7 @@ from retreever.checks import find_device
 from retreever.errors import BackendError, InputError
 from retreever.files import make_folder, os_errors, write_text
 from retreever.lab.bench.figures import readable
-from retreever.lab.bench.machine import WAIT_ADVICE, describe, load_average, machine
+from retreever.lab.bench.machine import describe, load_average, machine
 from retreever.lab.bench.options import BenchOptions
 from retreever.lab.bench.timing import Limits, Timing
 from retreever.lab.tables import Table
@@ -116,14 +116,12 @@ class Run:
 
     def _to_json(self, rows: Rows, summary: Mapping[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in asdict(self.options).items() if not isinstance(value, Path)}
-        passive = self.machine["environment"].get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         return {
             "benchmark": self.name,
             "device": self.device.type,
             "dtype": self.dtype_name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": self.machine,
-            "advice": [] if passive or self.device.type != "cpu" else [WAIT_ADVICE],
             "load_average": {"start": self.load, "end": load_average()},
             "options": options,
             "summary": dict(summary),

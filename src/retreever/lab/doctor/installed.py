@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from retreever.lab.bench.machine import WAIT_ADVICE, machine, version_of
+from retreever.lab.bench.machine import machine, version_of
 from retreever.lab.doctor.checks import device_names, one_line
 
+PASSIVE = "; modules then take two to four times as long for few queries, as threads fall asleep between operations"
 PACKAGES = ("torch", "triton", "numba", "numpy", "matplotlib")
 
 
@@ -40,8 +41,8 @@ def accelerator(device: str) -> str:
 def settings() -> dict[str, str]:
     """Environment variables that matter; the two of OpenMP even when not set."""
     found = {name: os.environ.get(name, "not set") for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
-    if found["OMP_WAIT_POLICY"].lower() != "passive":
-        found["OMP_WAIT_POLICY"] += f"; {WAIT_ADVICE}"
+    if found["OMP_WAIT_POLICY"].lower() == "passive":
+        found["OMP_WAIT_POLICY"] += PASSIVE
     prefixes = ("NUMBA_", "TRITON_", "CUDA_VISIBLE_DEVICES")
     return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
