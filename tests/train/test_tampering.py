@@ -122,6 +122,7 @@ def look(key: str, value: Any) -> Callable[[Any, dict[str, Any]], None]:
         (without("processes"), "processes: expected 1, as many as there are now, got None"),
         (entry("processes", 2), "processes: expected 1, as many as there are now, got 2"),
         (entry("threads", 0), "threads: expected an int > 0, got 0"),
+        (entry("device", "cuda"), "device: expected cpu, as random numbers of other devices cannot be continued, got"),
     ],
 )  # fmt: skip
 def test_state_that_contradicts_the_run_is_refused_by_name(

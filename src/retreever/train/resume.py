@@ -49,6 +49,7 @@ def save(folder: RunFolder, trainer: Trainer, name: str | None = None) -> None:
         "settings": _settings(trainer),
         "processes": trainer.ranks.world,
         "threads": torch.get_num_threads(),
+        "device": trainer.device.type,
         "step": trainer.step,
         "seconds": trainer.seconds,
         "history": [asdict(record) for record in trainer.history],
@@ -104,6 +105,9 @@ def check_belongs(file: Path, state: dict[str, Any], folder: RunFolder, trainer:
             refuse(f"{file}: settings.{key}", repr(ours), repr(theirs))
     if (processes := state.get("processes")) != trainer.ranks.world:
         refuse(f"{file}: processes", f"{trainer.ranks.world}, as many as there are now", repr(processes))
+    device, here = state.get("device"), trainer.device.type
+    if device not in (None, here):  # the first versions did not say
+        refuse(f"{file}: device", f"{here}, as random numbers of other devices cannot be continued", repr(device))
     threads = state.get("threads")
     if not _is_count(threads) or not threads:
         refuse(f"{file}: threads", "an int > 0", repr(threads))
