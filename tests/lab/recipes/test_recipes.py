@@ -86,6 +86,7 @@ def test_the_command_line_knows_what_was_given_by_hand() -> None:
 def test_residuals_are_those_a_model_trains_best_with_unless_given() -> None:
     ours, rival = make_recipe("gp"), make_recipe("gp", model="perceiver-io")
     assert ours.model.residual == "normalised" and rival.model.residual == "pre"
+    assert make_recipe("gp", model="lbanp").make_model().config.residual == "pre"
     assert make_recipe("gp", model="perceiver-io", preset="paper").model.residual == "normalised"
     assert make_recipe("gp", model="perceiver-io", residual="normalised").model.residual == "normalised"
     assert [recipe.make_model().config.residual for recipe in (ours, rival)] == ["normalised", "pre"]

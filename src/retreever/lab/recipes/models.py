@@ -41,7 +41,7 @@ class ModelSettings:
     """Dropout; cnp to banp and tnpd have none."""
     residual: Literal["auto", "pre", "normalised"] = "auto"
     """Residuals around the norm, or on normalised inputs as in the paper's code; auto is what trains best: around the
-    norm for Perceiver IO and on the copy task, else normalised."""
+    norm for Perceiver IO, lbanp and on the copy task, else normalised."""
     latents: int = 0
     """Latents of Perceiver IO, lbanp and cmanp; 0 takes as many as the tree reads tokens, or as published."""
     order: Order = "kd"

@@ -55,7 +55,7 @@ class Recipe:
         """The recipe with `residual` "auto" replaced by the form for its model."""
         if self.model.residual != "auto":
             return self
-        residual: Any = "pre" if self.model.model == "perceiver-io" else "normalised"
+        residual: Any = "pre" if self.model.model in ("perceiver-io", "lbanp") else "normalised"
         return replace(self, model=replace(self.model, residual=residual))
 
     @property
