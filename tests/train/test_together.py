@@ -117,12 +117,12 @@ def test_runs_side_by_side_are_compiled_however_many_they_are(tmp_path: Path, mo
     from retreever.train.config import TrainConfig
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 2)
     runs = []
-    for seed in range(4):
-        model = CNP(dim=8 * (seed + 1), pre_depth=3, value_depth=3)
-        config = TrainConfig(steps=1, batch=2, seed=seed, compile=True)
-        runs.append(Run(RunFolder(tmp_path / f"seed{seed}"), Trainer(model, GPTask(sizes="each"), config)))
-    train_together(runs)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for seed in range(4):
+            model = CNP(dim=8 * (seed + 1), pre_depth=3, value_depth=3)
+            config = TrainConfig(steps=1, batch=2, seed=seed, compile=True)
+            runs.append(Run(RunFolder(tmp_path / f"seed{seed}"), Trainer(model, GPTask(sizes="each"), config)))
+        train_together(runs)
     assert [run.trainer.step for run in runs] == [1] * 4
     torch.compiler.reset()
