@@ -59,7 +59,8 @@ def batch_means(model: Model, measure: Measure, batches: Iterable[Batch], device
         reject("batches", "at least one batch", "none")
     found = torch.cat(means, dim=1)
     if bad := int(found.isnan().any(dim=0).sum()):
-        reject("metric", "numbers (outputs that are not known are NaN in batch.truth)", f"NaN in {bad} of {found.shape[1]}")
+        wanted = "numbers (outputs that are not known are NaN in batch.truth)"
+        reject("metric", wanted, f"NaN in {bad} of {found.shape[1]}")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from statistics import multimode
 from typing import Any
 
 import pytest
@@ -59,12 +60,18 @@ def test_markers_stand_at_their_tokens_or_side_by_side_around_them() -> None:
     assert places["ReTreever", 7, False] < places["ReTreever", 7, True]
 
 
+def test_many_markers_stay_near_their_tokens() -> None:
+    rows = [{"system": f"{k}", "setting": "", "tokens": tokens, "mean": 1.0} for k in range(14) for tokens in (1, 47)]
+    places = places_of(panels_of(rows)[""])
+    assert all(35 < place < 63 for (_, tokens, _), place in places.items() if tokens == 47)
+
+
 @given(counts)
 def test_the_axis_holds_all_tokens_and_ticks_are_some_of_them(tokens: list[int]) -> None:
     low, high = axis_limits(tokens)
     assert low < min(tokens) and high > max(tokens) and high / low >= 3.99
     ticks = ticks_of(tokens)
-    assert set(ticks) <= set(tokens) and min(tokens) in ticks
+    assert set(ticks) <= set(tokens) and ticks == sorted(ticks) and min(multimode(tokens)) in ticks
     assert all(b > 1.01 * a for a, b in pairwise(ticks))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,9 +70,13 @@ def places_of(panel: Mapping[str, Sequence[Row]]) -> dict[Place, float]:
             given = [ours for ours, (mean, _) in KEYS.items() if row.get(mean) is not None]
             beside.setdefault(row["tokens"], []).extend((system, row["tokens"], ours) for ours in given)
     low, high = axis_limits(list(beside))
-    step = (high / low) ** 0.022  # about one marker's width
+
+    def step(count: int) -> float:
+        """About one marker's width, less where many would take more than a tenth of the axis."""
+        return (high / low) ** min(0.022, 0.1 / count)
+
     return {
-        place: tokens * step ** (index - (len(places) - 1) / 2)
+        place: tokens * step(len(places)) ** (index - (len(places) - 1) / 2)
         for tokens, places in beside.items()
         for index, place in enumerate(places)
     }
@@ -105,13 +110,13 @@ def axis_limits(tokens: Sequence[float]) -> tuple[float, float]:
 
 
 def ticks_of(tokens: Sequence[float]) -> list[float]:
-    """The token counts that occur, without those too close to the previous one."""
+    """The token counts that occur, the most frequent first, without those too close to another one."""
     low, high = axis_limits(tokens)
     ticks: list[float] = []
-    for value in sorted(set(tokens)):
-        if not ticks or value >= ticks[-1] * (high / low) ** 0.09:
+    for value, _ in Counter(sorted(tokens)).most_common():
+        if all(max(value / tick, tick / value) >= (high / low) ** 0.09 for tick in ticks):
             ticks.append(value)
-    return ticks
+    return sorted(ticks)
 
 
 def round_values(values: Sequence[float]) -> list[float]:
