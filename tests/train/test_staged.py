@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from retreever import Batch, InputError, ObjectiveConfig, ReTreever, TransformerCA
-from retreever.train import TrainConfig, fit_staged
+from retreever.train import TrainConfig, evaluate, fit_staged
 from retreever.train.staged import teaching
 
 SIZES: dict[str, Any] = {"dim_x": 2, "dim": 16, "heads": 2, "hidden": 16, "encoder": "identity", "waves": 4}
@@ -99,7 +100,7 @@ def test_random_budgets_are_drawn_for_half_of_the_steps() -> None:
         ({"tree": 8}, "tree: expected a dict of settings of the tree, got int"),
         ({"tree": {"branch": 1}}, "branch: expected an int >= 2"),
         ({"tree": {"dim": 8}}, "dim: expected 16, as trained, got 8"),
-        ({"folder": "runs"}, "folder: expected None, as there are two stages"),
+        ({"folder": 3}, "folder: expected a path, or None, got int"),
     ],
 )
 def test_what_has_no_two_stages_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
@@ -123,3 +124,31 @@ def test_one_path_is_learned_by_all_weights_from_early_on() -> None:
     assert [record.step for record in history] == [5, 10, 15, 20] and found.config.branch == 4
     assert not torch.equal(found.attention.block.to_q.weight, first.attention.block.to_q.weight)
     assert found.config.objective == teaching(0, "all") and not found.config.objective.lambda_mass
+
+
+def test_a_budget_is_what_the_result_reads_and_is_validated_with() -> None:
+    found, history = fit_staged(model(), [batch()], CONFIG, budgets=20, validation=[batch(1)])
+    assert found.config.budget == 20 and history[-1].metric == pytest.approx(evaluate(found, None, [batch(1)]))
+    assert history[-1].metric != pytest.approx(evaluate(found.set_reading(), None, [batch(1)]))
+
+
+@pytest.mark.parametrize("stop", [3, 8])
+def test_both_stages_go_on_from_where_they_were_stopped(stop: int, tmp_path: Path) -> None:
+    config, seen = replace(CONFIG, steps=10, evaluate_every=1, save_every=1), []
+
+    def train(folder: Path, watch: Any = None) -> Any:
+        torch.manual_seed(3)
+        return fit_staged(model(), [batch(0), batch(1)], config, first=0.5, folder=folder, keep="last", watch=watch)
+
+    def stopping(progress: Any) -> None:
+        seen.append(progress.step)
+        if len(seen) == stop:
+            raise RuntimeError("power cut")
+
+    whole, history = train(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(tmp_path / "cut", stopping)
+    torch.rand(7)  # the state of torch's own generator is another one when a process starts again
+    again, records = train(tmp_path / "cut")
+    assert [r.step for r in records] == [r.step for r in history]
+    torch.testing.assert_close(dict(again.state_dict()), dict(whole.state_dict()), rtol=0, atol=0)

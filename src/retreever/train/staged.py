@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
+
+import torch
 
 from retreever.arguments import check_choice, check_int, check_number, reject
 from retreever.models.retreever import ReTreever
@@ -42,6 +45,7 @@ def fit_staged(
     learn: Learn = "nodes",
     objective: ObjectiveConfig | None = None,
     tree: dict[str, Any] | None = None,
+    folder: str | Path | None = None,
     **more: Any,
 ) -> tuple[Any, list[Record]]:
     """Train `model`, convert it, train on; returns the `ReTreever` and the validation history of both stages.
@@ -52,12 +56,14 @@ def fit_staged(
         config: of both stages together.
         first: share of the steps of the first stage, 0.9 or, where all weights learn, 0.25; 1 ends with the
             conversion.
-        budgets: the budget the model will be read with, 5 % of the tokens for example: the second stage reads between
-            half of it and all of it. 0 trains one path.
+        budgets: the budget the model is read with from then on, 5 % of the tokens for example: the second stage reads
+            between half of it and all of it, and validates with all of it. 0 is one path.
         learn: weights that the second stage trains: those of the "nodes", aggregator and correction, or "all", which
             is better for one path, with many children per node: `tree={"branch": 16, "mean_levels": 1}`.
         objective: of the second stage, instead of `teaching(budgets, learn)`.
         tree: further settings of `ReTreever.from_transformer_ca`.
+        folder: keep checkpoints of both stages there, in "attention" and "tree"; the same call, with a fresh model,
+            goes on after an interruption.
         more: further arguments of `fit`.
     """
     attention = model.model if isinstance(model, Scaled) else model
@@ -70,27 +76,40 @@ def fit_staged(
     if not 0 < first <= 1:
         reject("first", "a share of the steps, more than 0 and at most 1", first)
     config = config or TrainConfig()
-    if more.get("folder") is not None:
-        reject("folder", "None, as there are two stages; fit each by itself", more["folder"])
     if not isinstance(tree, dict | None):
         reject("tree", "a dict of settings of the tree", type(tree).__name__)
     chosen = teaching(budgets, learn) if objective is None else replace(objective, budgets=budgets)
-    settings: dict[str, Any] = {"objective": chosen, **(tree or {})}
-    ReTreever.from_transformer_ca(attention, **settings)  # refuses settings before anything is trained
+    settings: dict[str, Any] = {"objective": chosen, "budget": budgets or None, **(tree or {})}
+    _converted(attention, settings, config)  # refuses settings before anything is trained
     if more.get("validation") is not None:
         more["validation"] = list(more["validation"])  # both stages look at it
     steps = max(1, round(first * config.steps))
-    history = fit(model, data, replace(config, steps=steps, warmup=min(config.warmup, steps)), **more)
-    found = ReTreever.from_transformer_ca(attention, **settings)
+    earlier = replace(config, steps=steps, warmup=min(config.warmup, steps))
+    history = fit(model, data, earlier, folder=_part(folder, "attention"), **more)
+    found = _converted(attention, settings, config)
     whole = Scaled(found, model.scaler) if isinstance(model, Scaled) else found
     rest = config.steps - steps
     if rest:
         rate = config.lr if learn == "all" else config.lr / 2
         later = replace(config, steps=rest, lr=rate, warmup=min(config.warmup, rest // 10))
         with nullcontext() if learn == "all" else nodes_alone(found):
-            records = fit(whole, data, later, **more)
+            records = fit(whole, data, later, folder=_part(folder, "tree"), **more)
         history = [*history, *(replace(record, step=record.step + steps) for record in records)]
     return whole, history
+
+
+def _converted(attention: TransformerCA, settings: dict[str, Any], config: TrainConfig) -> ReTreever:
+    """The tree, with the same new weights in every run of a seed, interrupted or not."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return ReTreever.from_transformer_ca(attention, **settings)
+
+
+def _part(folder: str | Path | None, stage: str) -> Path | None:
+    """The folder of one stage."""
+    if not isinstance(folder, str | Path | None):
+        reject("folder", "a path, or None", type(folder).__name__)
+    return None if folder is None else Path(folder) / stage
 
 
 def teaching(budgets: int, learn: Learn = "nodes") -> ObjectiveConfig:
