@@ -94,6 +94,25 @@ def test_residuals_are_those_a_model_trains_best_with_unless_given() -> None:
     assert [recipe.make_model().config.residual for recipe in (paper, by_hand)] == ["doubled", "pre"]
 
 
+@pytest.mark.parametrize(
+    ("task", "words", "message"),
+    [
+        ("gp", "--model tnpd --latents 64", "latents: expected 0, as tnpd has no use for it, got 64"),
+        ("gp", "--model cnp --branch 4", "branch: expected 2, as cnp has no use for it, got 4"),
+        ("gp", "--model banp --residual pre", "residual: expected auto, as banp has no use for it, got 'pre'"),
+        ("gp", "--model lbanp --budget 5", "budget: expected None, as lbanp has no use for it, got 5"),
+        ("gp", "--state 5", "state: expected 0, as retreever has no use for it, got 5"),
+        ("activity", "--model grud --dim 8", "dim: expected 64, as grud has no use for it, got 8"),
+        ("copy", "--model ca --detours 0.5", "detours: expected 0.1, as ca has no use for it, got 0.5"),
+    ],
+)
+def test_settings_that_a_model_has_no_use_for_are_refused(
+    task: str, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", task, *words.split(), "--quick", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.strip().endswith(message) and not (tmp_path / "out").exists()
+
+
 @each
 def test_names_tell_runs_apart(task: str) -> None:
     changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"branch": 4}, {"preset": "paper"}, {"quick": True}]

@@ -75,6 +75,28 @@ class SearchSettings:
     """Share of the queries that make one decision of the search at random while training."""
 
 
+def check_used(model: ModelSettings, search: SearchSettings, usual: tuple[ModelSettings, SearchSettings]) -> None:
+    """Refuse settings that differ from the `usual` ones although the model has no use for them."""
+    given = vars(model) | vars(search)
+    for name, default in (vars(usual[0]) | vars(usual[1])).items():
+        if name not in _used(model.model) and given[name] != default:
+            reject(name, f"{default}, as {model.model} has no use for it", repr(given[name]))
+
+
+def _used(model: str) -> set[str]:
+    """The settings that a model reads, its name among them."""
+    tree = {field.name for field in fields(SearchSettings)} | {"order", "axis"}
+    blocks = {"model", "layers", "dim", "hidden", "dropout", "residual"}
+    if model in SERIES:
+        return {"model", "state", "dropout"} | ({"solver"} if model.startswith("latent-ode") else set())
+    if model in ("lbanp", "cmanp"):
+        return blocks | {"latents"}
+    if model in NEURAL_PROCESSES:
+        return {"model", "dim", "dropout"} | ({"layers", "hidden"} if model == "tnpd" else set())
+    kinds = {"retreever": tree, "transformer-ca": set(), "perceiver-io": {"latents", "branch"}}
+    return blocks | kinds[KINDS.get(model, model)]
+
+
 def make_model(
     model: ModelSettings, search: SearchSettings, task_fields: dict[str, Any], context: int, published: bool
 ) -> Model:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import subcommand as named
 
 from retreever.arguments import check_int, reject
-from retreever.lab.recipes.models import ModelSettings, SearchSettings
+from retreever.lab.recipes.models import ModelSettings, SearchSettings, check_used
 from retreever.lab.recipes.recipe import PRESETS, Preset, Recipe, compose
 from retreever.lab.recipes.tasks import TASKS
 from retreever.train.config import TrainConfig
@@ -60,6 +60,9 @@ class Launch:
             check_int("seeds", seed, 0)
         if len(set(self.seeds)) != len(self.seeds):
             reject("seeds", "one or more different seeds", self.seeds)
+        task: Any = self.task  # type: ignore[attr-defined]
+        usual = compose(task.name, self.preset, self.quick, {"model": self.model.model})
+        check_used(self.model, self.search, (usual.model, usual.search))
         train(self.recipes(), self.where)
 
     def recipes(self) -> list[Recipe]:
