@@ -22,7 +22,8 @@ GROUPS = (
     "data", "tasks", "nn", "tree", "sharded",
     "results", "attention_inputs", "attention_build", "attention_search", "growing_inputs", "growing",
     "cross_attention", "masses", "attention_growing", "fidelity", "attention", "tree_multihead", "explanation",
-    "detours", "objective", "search_loss", "models", "scaler", "deploy", "botorch", "train", "pretrained", "lab", "cli",
+    "detours", "objective", "search_loss", "models", "scaler", "deploy", "botorch", "train", "saving",
+    "pretrained", "lab", "cli",
 )  # fmt: skip
 NAMES = [path.relative_to(ROOT).as_posix() for path in FILES]
 each_file = pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -180,8 +181,8 @@ def test_the_public_names_are_pinned() -> None:
         "Loss", "MTANDEnc", "NP", "ODERNN", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
         "RandomGuess", "ReTreever", "RetreeverError", "Scaled", "Scaler", "SeFT", "ShardedTree", "TNPD",
         "TransformerCA", "Tree", "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate",
-        "context_of", "explain", "export", "full_attention", "leaf_order", "load_pretrained", "mass_loss",
-        "merge_parts", "search_with_detours", "tree_attention", "tree_loss",
+        "context_of", "explain", "export", "full_attention", "leaf_order", "load_model", "load_pretrained",
+        "mass_loss", "merge_parts", "save_model", "search_with_detours", "tree_attention", "tree_loss",
     ]  # fmt: skip
     assert all(hasattr(retreever, name) for name in retreever.__all__) and not hasattr(retreever, "nothing_like_it")
 

@@ -77,5 +77,5 @@ def test_the_whole_package_stays_small() -> None:
     """The library, and the lab above it."""
     lab = [path for path in FILES if name_of(path).startswith(("lab/", "cli.py"))]
     library = [path for path in FILES if path not in lab]
-    assert sum(map(lines_of, library)) <= 20_700
-    assert sum(map(lines_of, FILES)) <= 31_350
+    assert sum(map(lines_of, library)) <= 20_820
+    assert sum(map(lines_of, FILES)) <= 31_450

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from retreever.ops.frontier.api import Part, merge_parts
     from retreever.ops.search.api import full_attention, tree_attention
     from retreever.pretrained.load import load_pretrained
+    from retreever.saving import load_model, save_model
     from retreever.scaler import Scaled, Scaler
     from retreever.search_loss import search_with_detours, tree_loss
     from retreever.sharded.tree import ShardedTree
@@ -52,8 +53,8 @@ __all__ = [
     "LatentODERNN", "Loss", "MTANDEnc", "ObjectiveConfig", "Part", "PerceiverIO", "RNNDecay", "RNNImpute",
     "RandomGuess", "ReTreever", "RetreeverError", "Scaled", "Scaler", "SeFT", "ShardedTree", "TransformerCA", "Tree",
     "TreeCrossAttention", "TreeMultihead", "TreePlan", "__version__", "collate", "context_of", "explain", "export",
-    "full_attention", "leaf_order", "load_pretrained", "mass_loss", "merge_parts", "search_with_detours",
-    "tree_attention", "tree_loss",
+    "full_attention", "leaf_order", "load_model", "load_pretrained", "mass_loss", "merge_parts", "save_model",
+    "search_with_detours", "tree_attention", "tree_loss",
 ]  # fmt: skip
 
 _HOME = {
@@ -85,6 +86,7 @@ _HOME = {
     "ops.frontier.api": ("Part", "merge_parts"),
     "ops.search.api": ("full_attention", "tree_attention"),
     "pretrained.load": ("load_pretrained",),
+    "saving": ("load_model", "save_model"),
     "scaler": ("Scaled", "Scaler"),
     "search_loss": ("search_with_detours", "tree_loss"),
     "sharded.tree": ("ShardedTree",),

@@ -204,6 +204,10 @@ def test_traces_take_any_number_of_queries() -> None:
         ({"batch": 0}, "batch: expected an int >= 1, got 0"),
         ({"budget": 0}, "budget: expected an int >= 1, got 0"),
         ({"one": True, "explain": True}, "one: expected False with any_budget or explain, which query has, got True"),
+        (
+            {"model": TransformerCA, "explain": True},
+            "explain: expected False for a model that builds no tree, got True",
+        ),
         ({"model": TransformerCA}, "one: expected True for a model that builds no tree, got False for TransformerCA"),
         ({"dtype": torch.float64}, "model: expected weights of torch.float32, got torch.float64"),
         ({"model": NP, "one": True}, "model: expected a model that predicts without drawing samples, got NP"),

@@ -496,3 +496,15 @@ def test_an_encoder_of_one_s_own_returns_as_many_tokens_as_it_gets(kind: type[nn
         own.encoder = Cut(cut)
         with pytest.raises(InputError, match=rf"^encoder: expected one that returns .* \(3, 11, 16\), got {got}"):
             own.predict(one.xc, one.yc, one.xt)
+
+
+def test_a_number_of_tokens_is_a_budget() -> None:
+    with pytest.raises(
+        InputError, match=r"^retrieval: .* a number of tokens is budget=, got 14$"
+    ):
+        ReTreever(dim=16, layers=1).set_reading(14)  # type: ignore[arg-type]
+
+
+def test_waves_have_a_frequency() -> None:
+    with pytest.raises(InputError, match=r"^frequency: expected a number > 0, got 0"):
+        ReTreever(dim=16, layers=1, waves=4, frequency=0.0)

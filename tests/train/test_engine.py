@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from retreever import InputError, ReTreever, RetreeverError, TransformerCA
+from retreever import Batch, InputError, ReTreever, RetreeverError, TransformerCA
 from retreever.tasks.copy import VOCABULARY, CopyTask
 from retreever.train import fit
 from retreever.train.config import Precision, TrainConfig
@@ -131,6 +131,13 @@ def test_the_term_that_is_no_number_is_named() -> None:
     model = ReTreever(**TINY, order="given", reward=lambda _, truth: truth * math.nan)
     with pytest.raises(RetreeverError, match="step 1: the loss term 'policy' is nan, 'reward' is nan"):
         fit(model, CopyTask(8), CONFIG)
+
+
+def test_data_that_are_not_finite_are_not_blamed_on_the_learning_rate() -> None:
+    x, y = torch.rand(1, 5, 1), torch.rand(1, 3, 1)
+    batch = Batch(x, x, y, torch.full_like(y, math.nan))
+    with pytest.raises(RetreeverError, match=r"^yt: .* in the data; output_mask says which outputs are known\)$"):
+        fit(TransformerCA(dim=16, layers=1), [batch], TrainConfig(steps=2))
 
 
 def test_weights_that_run_away_are_not_blamed_on_the_data_alone() -> None:

@@ -143,6 +143,8 @@ def _check(
         reject("model", "one with solver='fixed': an adaptive one takes steps that no file could hold", "'adaptive'")
     if budget is not None and not isinstance(model, ReTreever):
         reject("budget", "None for a model that builds no tree", budget)
+    if (any_budget or explain) and not isinstance(model, ReTreever):
+        reject("explain" if explain else "any_budget", "False for a model that builds no tree", True)
     if one and (any_budget or explain):
         reject("one", "False with any_budget or explain, which query has", one)
     if not one and not isinstance(model, ReTreever):

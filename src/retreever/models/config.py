@@ -99,6 +99,8 @@ class ModelConfig(AnyConfig):
             check_int(name, getattr(self, name), 1)
         check_int("waves", self.waves, 0)
         check_number("frequency", self.frequency)
+        if self.waves and not self.frequency:
+            reject("frequency", "a number > 0", self.frequency)
         if self.waves and self.inputs != "points":
             reject("waves", f"0, as {self.inputs} have no coordinates to add waves to", self.waves)
         check_number("dropout", self.dropout, below=1.0)

@@ -104,6 +104,8 @@ class ReTreever(Model):
 
     def set_reading(self, retrieval: Retrieval = "policy", budget: int | None = None) -> ReTreever:
         """Change how trees are read from now on, with the same weights; returns the model."""
+        if isinstance(retrieval, int):
+            reject("retrieval", "policy or full; a number of tokens is budget=", retrieval)
         self.config = replace(self.config, retrieval=retrieval, budget=budget)
         self.attention.retrieval, self.attention.budget = retrieval, budget
         return self

@@ -65,10 +65,10 @@ class SampledProcess(NeuralProcess):
     ) -> Distribution:
         """A mixture of `samples` predictions at `xt`: `log_prob` is per point, `sample` draws whole functions.
 
-        Samples are of all queries at once, so there are no chunks.
+        For many queries call `encode` once and `answer` for parts of them: their samples belong together.
         """
         if chunk is not None:
-            reject("chunk", "None, as samples are of all queries at once", chunk)
+            reject("chunk", "None; encode once and answer parts of the queries, which share their samples", chunk)
         return self.answer(self.encode(xc, yc, mask, samples, generator), xt)
 
     def draws_for(self, batch: Batch, generator: torch.Generator) -> Noise:

@@ -29,6 +29,10 @@ ALONE = Ranks()
 PATHS = 0x5EED  # sets the stream of sampled paths apart from that of the data
 CAUSE = "if the data are finite, the learning rate may be too high"
 COMPILED = 128  # models and shapes in one process; torch gives up after eight
+CAUSES = {
+    **dict.fromkeys(("xc", "yc", "xt"), "it is in the data"),
+    "yt": "it is in the data; output_mask says which outputs are known",
+}
 AHEAD = 50  # steps a GPU may run ahead of the checks of its losses
 
 
@@ -219,5 +223,5 @@ def _check_loss(loss: Loss, step: int) -> None:
 
 def _in_step(error: InputError, step: int) -> str:
     """What a model refused while it was trained, and when."""
-    cause = f"; {CAUSE}" if "expected finite" in str(error) else ""
+    cause = f"; {CAUSES.get(str(error).partition(':')[0], CAUSE)}" if "expected finite" in str(error) else ""
     return f"{error} (training step {step}{cause})"

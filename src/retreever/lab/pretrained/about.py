@@ -33,8 +33,9 @@ ABOUT = {
         "Regression on functions drawn from Gaussian processes",
         "xc (b, n, 1) from -2 to 2 and yc (b, n, 1) with values of about -3 to 3; predictions are a mean and a "
         "standard deviation for each xt (b, m, 1). Rescale other data to these ranges first.",
-        "Smooth functions of one input in that range, with 3 to 46 context points, length-scales from 0.1 to 0.6 and "
-        "noise of standard deviation 0.02; outside of it neither mean nor standard deviation means anything. On "
+        "Smooth functions of one input in that range, with 3 to 46 context points, length-scales from 0.1 to 0.6, "
+        "values of standard deviation 0.1 to 1 (scores are lower on larger ones) and noise of 0.02; outside of it "
+        "neither mean nor standard deviation means anything. On "
         "rougher functions (Matern 5/2) the score is lower, as the scores show.",
         GENERATED,
         "generated: functions of Gaussian processes from the seeds of the task",

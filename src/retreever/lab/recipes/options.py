@@ -48,7 +48,7 @@ class Launch:
     preset: Preset = "default"
     """This library's choices, or those of the paper's public code (its optimiser settings too)."""
     quick: bool = False
-    """A small model and few steps: about a minute on a CPU."""
+    """A small model and few steps: about a minute on a CPU, four for banp."""
     seeds: tuple[int, ...] = ()
     """Seeds of weights, data and sampled paths, one run each, side by side on a GPU; none means --seed alone."""
 
