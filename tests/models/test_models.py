@@ -498,13 +498,11 @@ def test_an_encoder_of_one_s_own_returns_as_many_tokens_as_it_gets(kind: type[nn
             own.predict(one.xc, one.yc, one.xt)
 
 
-def test_a_number_of_tokens_is_a_budget() -> None:
-    with pytest.raises(
-        InputError, match=r"^retrieval: .* a number of tokens is budget=, got 14$"
-    ):
+def test_a_number_of_tokens_is_refused_where_budget_takes_it() -> None:
+    with pytest.raises(InputError, match=r"^retrieval: .* a number of tokens is budget=, got 14$"):
         ReTreever(dim=16, layers=1).set_reading(14)  # type: ignore[arg-type]
 
 
-def test_waves_have_a_frequency() -> None:
+def test_waves_without_frequency_are_refused() -> None:
     with pytest.raises(InputError, match=r"^frequency: expected a number > 0, got 0"):
         ReTreever(dim=16, layers=1, waves=4, frequency=0.0)
