@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,10 @@ GOOD = {"kind": "TransformerCA", **SIZES}
     [
         (b"", "expected a file of save_model"),
         (b"pickle", "expected a file of save_model"),
-        (safetensors.torch.save({"a": torch.ones(1)}), "got one without settings of a model"),
+        (safetensors.torch.save({"a": torch.ones(1)}), "got one without weights, or without settings"),
+        (safetensors.torch.save({}, {"retreever": json.dumps({"model": GOOD})}), "got one without weights"),
         (changed("{"), "expected a file of save_model"),
-        (changed([1]), "got one without settings of a model"),
+        (changed([1]), "got one without weights, or without settings"),
         (changed({"model": {"kind": "Other"}}), "expected settings of a model, got kind: expected one of"),
         (changed({"model": GOOD | {"dim": 15}}), "expected settings of a model, got heads"),
         (changed({"model": GOOD | {"dim": 32}}), r"expected float32 \(\d+"),
@@ -113,3 +115,9 @@ def test_other_files_are_refused_in_one_line(data: bytes, message: str, tmp_path
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing\.safetensors: expected a file of save_model, got No such file"):
         load_model(tmp_path / "nothing.safetensors")
+
+
+@pytest.mark.parametrize("call", [load_model, partial(save_model, MODELS[0])])
+def test_a_file_is_named_by_a_path(call: Any) -> None:
+    with pytest.raises(InputError, match=r"^file: expected a path, got int$"):
+        call(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from retreever.errors import InputError
@@ -45,3 +46,9 @@ def check_choice(argument: str, value: object, choices: tuple[str, ...]) -> None
     """`value` must be one of `choices`."""
     if value not in choices:
         reject(argument, "one of " + ", ".join(choices), repr(value))
+
+
+def check_path(argument: str, value: object) -> None:
+    """Raise unless `value` names a file or folder."""
+    if not isinstance(value, str | Path):
+        reject(argument, "a path", type(value).__name__)

@@ -53,9 +53,8 @@ def to_botorch(
     if not isinstance(outcome_transform, OutcomeTransform | None):
         reject("outcome_transform", "an outcome transform of BoTorch, or None", repr(outcome_transform))
     try:
-        found = ContextModel(
-            deepcopy(model), train_X, train_Y, deepcopy(outcome_transform)
-        )  # BoTorch changes its dtype
+        own = deepcopy(outcome_transform)  # BoTorch changes its dtype
+        found = ContextModel(deepcopy(model), train_X, train_Y, own)
     except RuntimeError as error:
         reject("outcome_transform", f"one for {train_Y.shape[-1]} outputs", error)
     check_finite("outcome_transform", found._values)

@@ -10,7 +10,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from retreever.arguments import check_bool, reject
+from retreever.arguments import check_bool, check_path, reject
 from retreever.errors import CheckpointError, ConfigError, InputError
 from retreever.files import write_bytes
 from retreever.models.base import Model
@@ -31,6 +31,7 @@ def save_model(model: Model | Scaled, file: str | Path, *, overwrite: bool = Fal
     if not isinstance(inner, Model):
         reject("model", "a model of this library, or a Scaled one", type(inner).__name__)
     check_bool("overwrite", overwrite)
+    check_path("file", file)
     if Path(file).exists() and not overwrite:
         reject("file", "a new file, or overwrite=True", file)
     settings = {"model": model_to_json(inner), "scaled": isinstance(model, Scaled)}
@@ -45,6 +46,8 @@ def save_model(model: Model | Scaled, file: str | Path, *, overwrite: bool = Fal
 def load_model(file: str | Path) -> Any:
     """The model in a file of `save_model`, on the CPU, in evaluation mode."""
 
+    check_path("file", file)
+
     def fail(expected: str, got: object) -> NoReturn:
         raise CheckpointError(f"{file}: expected {expected}, got {got}")
 
@@ -55,8 +58,8 @@ def load_model(file: str | Path) -> Any:
         settings = json.loads(found or "null")
     except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
         fail("a file of save_model", error)
-    if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
-        fail("a file of save_model", "one without settings of a model")
+    if not tensors or not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+        fail("a file of save_model", "one without weights, or without settings of a model")
     try:
         check_buildable(lambda: _built(settings, tensors), settings["model"].get("layers"), tensors, file)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):

@@ -215,7 +215,7 @@ def test_traces_take_any_number_of_queries() -> None:
             {"model": TransformerCA, "one": True, "budget": 2},
             "budget: expected None for a model that builds no tree, got 2",
         ),
-        ({"out": None}, "out: expected a folder, got NoneType"),
+        ({"out": None}, "out: expected a path, got NoneType"),
         ({"overwrite": "no"}, "overwrite: expected True or False, got 'no'"),
         ({"model": torch.nn.Linear}, "model: expected a model of this package, got Linear"),
     ],

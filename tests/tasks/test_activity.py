@@ -295,7 +295,7 @@ def test_unusable_settings_are_refused() -> None:
         ActivityTask("x", crop=50)
     with pytest.raises(InputError, match="split: expected one of paper, recording"):
         ActivityTask("somewhere", "people")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="path: expected a file or folder"):
+    with pytest.raises(InputError, match="path: expected a path"):
         ActivityTask(None)  # type: ignore[arg-type]
 
 

@@ -167,7 +167,7 @@ def test_the_bar_shows_a_running_mean(capsys: pytest.CaptureFixture[str]) -> Non
         ({"data": [3]}, "data: expected items that are a Batch or a tuple"),
         ({"validation": []}, "validation: expected at least one batch"),
         ({"keep": "all"}, "keep: expected one of best, last"),
-        ({"folder": 3}, "folder: expected a path, or None, got int"),
+        ({"folder": 3}, "folder: expected a path, got int"),
         ({"watch": 3}, "watch: expected a function of a step's progress, got int"),
         ({"progress": "x"}, "progress: expected True or False, got 'x'"),
         ({"validation": [replace(rows(1)[0], yt=rows(1)[0].yt[:, :1])]}, r"yt: expected shape \(b=1, m=3, dy\)"),

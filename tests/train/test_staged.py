@@ -100,7 +100,7 @@ def test_random_budgets_are_drawn_for_half_of_the_steps() -> None:
         ({"tree": 8}, "tree: expected a dict of settings of the tree, got int"),
         ({"tree": {"branch": 1}}, "branch: expected an int >= 2"),
         ({"tree": {"dim": 8}}, "dim: expected 16, as trained, got 8"),
-        ({"folder": 3}, "folder: expected a path, or None, got int"),
+        ({"folder": 3}, "folder: expected a path, got int"),
     ],
 )
 def test_what_has_no_two_stages_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retreever.arguments import check_bool, check_choice, check_int, reject
+from retreever.arguments import check_bool, check_choice, check_int, check_path, reject
 from retreever.attention_inputs import check_budget
 from retreever.deploy.example import example
 from retreever.deploy.formats import ENDINGS, FORMATS, Axes, Format, check_compiled, trace, write
@@ -82,8 +82,7 @@ def export(
     Returns:
         The files. They take any number of queries, at least one.
     """
-    if not isinstance(out, str | Path):
-        reject("out", "a folder", type(out).__name__)
+    check_path("out", out)
     check_budget(budget)
     check_bool("overwrite", overwrite)
     _check(model, n, format, one, budget, any_budget, explain, batch)

@@ -22,7 +22,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from retreever.arguments import check_choice, check_int, reject
+from retreever.arguments import check_choice, check_int, check_path, reject
 from retreever.batch import Batch
 from retreever.data.activity_file import Recording, find_file, read_rows, recordings_of
 from retreever.errors import DataError
@@ -63,8 +63,7 @@ class ActivityTask:
     test_batches: ClassVar[int] = 1  # all windows at once
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str | Path):
-            reject("path", "a file or folder", type(self.path).__name__)
+        check_path("path", self.path)
         check_choice("split", self.split, SPLITS)
         check_int("crop", self.crop, 0)
         if self.crop >= WINDOW:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from retreever.arguments import check_bool, check_choice, reject
+from retreever.arguments import check_bool, check_choice, check_path, reject
 from retreever.models.base import Model as OwnModel
 from retreever.scaler import Scaled
 from retreever.train.checkpoint import load_checkpoint
@@ -57,8 +57,8 @@ def fit(
         watch: called with every step's progress.
     """
     check_choice("keep", keep, ("best", "last"))
-    if not isinstance(folder, str | Path | None):
-        reject("folder", "a path, or None", type(folder).__name__)
+    if folder is not None:
+        check_path("folder", folder)
     if progress is not None:
         check_bool("progress", progress)
     if watch is not None and not callable(watch):

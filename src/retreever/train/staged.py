@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from retreever.arguments import check_choice, check_int, check_number, reject
+from retreever.arguments import check_choice, check_int, check_number, check_path, reject
 from retreever.models.retreever import ReTreever
 from retreever.models.retreever_loss import node_weights
 from retreever.models.transformer_ca import TransformerCA
@@ -76,6 +76,8 @@ def fit_staged(
     if not 0 < first <= 1:
         reject("first", "a share of the steps, more than 0 and at most 1", first)
     config = config or TrainConfig()
+    if folder is not None:
+        check_path("folder", folder)
     if not isinstance(tree, dict | None):
         reject("tree", "a dict of settings of the tree", type(tree).__name__)
     chosen = teaching(budgets, learn) if objective is None else replace(objective, budgets=budgets)
@@ -107,8 +109,6 @@ def _converted(attention: TransformerCA, settings: dict[str, Any], config: Train
 
 def _part(folder: str | Path | None, stage: str) -> Path | None:
     """The folder of one stage."""
-    if not isinstance(folder, str | Path | None):
-        reject("folder", "a path, or None", type(folder).__name__)
     return None if folder is None else Path(folder) / stage
 
 
